@@ -1,0 +1,44 @@
+# Everything a new machine needs, from nothing:
+#   make demo    the main job on real servers      make test    the whole test suite
+# Both set up what is missing first and install nothing a second time.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+SERVERS := .servers/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint fmt clean
+
+help: ## list these targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(INSTALLED) $(SERVERS) ## a virtual environment, Prometheus and Alertmanager, inside this folder
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(SERVERS): deploy/servers.sh
+	@sh deploy/servers.sh .servers
+	@touch $@
+
+demo: setup ## fault, alert, rollback, on real servers (about two minutes); ARGS=--keep leaves them up
+	@$(BIN)/python -m deploy.demo $(ARGS)
+
+test: setup ## all tests, those with real servers included; ARGS='-k words' chooses
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(INSTALLED) ## ruff and mypy, strict
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+fmt: $(INSTALLED) ## let ruff format and mend what it can
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean: ## remove what the other targets made
+	rm -rf $(VENV) .servers build dist

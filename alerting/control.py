@@ -1,0 +1,289 @@
+"""The control directory: the one way from the receiver to the trainer, made of atomic files.
+
+    RUN_FOLDER/control/status.json           the guard's own words; its presence registers the run
+    RUN_FOLDER/control/requests/ACTION.json  the open request of that kind, if there is one
+    RUN_FOLDER/control/answers/ID.json       what became of each request
+
+A request is claimed with `os.link`, which fails when the name exists: of any number of receivers
+exactly one wins, and while a request is open there is no second of its kind. (`os.replace` lets
+every writer believe that it won.) Files are synced before they are named, so a reader sees a whole
+file or none, also after a power cut. Standard library only: the trainer imports this module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import secrets
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args
+
+from alerting.exceptions import ControlError
+
+log = logging.getLogger(__name__)
+
+Action = Literal["recover", "checkpoint"]
+Result = Literal["done", "refused", "failed"]
+ACTIONS: tuple[Action, ...] = get_args(Action)
+"""In the order of precedence: the guard looks for a recovery first."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Status:
+    """What the guard says of its run.
+
+    Attributes:
+        run: the run's name, as in the `run` label of the metrics.
+        generation: 0, and one more with each rollback. (run, generation) is one incident.
+        state: "running", "recovering", "finished" or "halted".
+        step: the last finished step when this was written.
+        rollbacks_left: how many more rollbacks the budget allows.
+        last_backup_at: when a checkpoint was last made on request (Unix seconds), or None.
+        updated_at: when this was written, Unix seconds.
+    """
+
+    run: str
+    generation: int
+    state: str
+    step: int
+    rollbacks_left: int
+    last_backup_at: float | None
+    updated_at: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """What a receiver asks of the guard, for one incident.
+
+    Attributes:
+        id: unique; names the answer's file, so only letters, digits and hyphens.
+        run: the run's name.
+        generation: the incident's generation, as the receiver read it from the status.
+        action: "recover" (roll back) or "checkpoint" (make a backup).
+        alert: the alert's name, for people.
+        created_at: Unix seconds.
+    """
+
+    id: str
+    run: str
+    generation: int
+    action: Action
+    alert: str
+    created_at: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What the guard did with a request.
+
+    Attributes:
+        id: the request's id.
+        action: the request's action.
+        result: "done", "refused" (nothing was wrong, or not allowed) or "failed".
+        detail: one sentence for people.
+        step: the step at which the guard acted.
+        onset: the first bad step that the trainer's detector saw, or None.
+        checkpoint: name of the backup or emergency checkpoint that was made, or None.
+        resumed_from: name of the checkpoint rolled back to, or None.
+        resumed_step: the step of that checkpoint, or None.
+        generation: the run's generation after the action.
+        answered_at: Unix seconds.
+    """
+
+    id: str
+    action: Action
+    result: Result
+    detail: str
+    step: int
+    onset: int | None
+    checkpoint: str | None
+    resumed_from: str | None
+    resumed_step: int | None
+    generation: int
+    answered_at: float
+
+
+def new_request_id() -> str:
+    """A fresh, file-name-safe request id; they sort by time."""
+    return f"{int(time.time() * 1000):013d}-{secrets.token_hex(4)}"
+
+
+class ControlDirectory:
+    """One run's control directory; the guard creates it, receivers only find it."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._requests = self.path / "requests"
+        self._answers = self.path / "answers"
+
+    @classmethod
+    def find(cls, runs: str | Path, run: str) -> ControlDirectory | None:
+        """The control directory of `run` among the run folders in `runs`, or None.
+
+        Names are compared with what each guard published; no label ever becomes a path. Of two
+        folders that claim one name, the one written to last is meant.
+        """
+        newest: tuple[float, ControlDirectory] | None = None
+        for path in Path(runs).glob("*/control/status.json"):
+            control = cls(path.parent)
+            try:
+                status = control.status()
+            except ControlError as error:
+                log.warning("%s", error)
+                continue
+            if (
+                status is not None
+                and status.run == run
+                and (newest is None or status.updated_at > newest[0])
+            ):
+                newest = (status.updated_at, control)
+        return newest[1] if newest else None
+
+    def create(self) -> None:
+        """Make the folders (the guard, once)."""
+        self._requests.mkdir(parents=True, exist_ok=True)
+        self._answers.mkdir(parents=True, exist_ok=True)
+
+    def publish(self, status: Status) -> None:
+        """Replace the run's status (the guard)."""
+        write_atomically(self.path / "status.json", _to_json(status))
+
+    def status(self) -> Status | None:
+        """The run's status, or None where no guard has registered.
+
+        Raises:
+            ControlError: the file is mangled.
+        """
+        return _read(self.path / "status.json", Status)
+
+    def claim(self, request: Request) -> bool:
+        """Open `request`; False if one of its kind is open already (a receiver)."""
+        target = self._request_path(request.action)
+        handle, name = tempfile.mkstemp(dir=self._requests, prefix=".claim-")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(_to_json(request))
+                file.flush()
+                os.fsync(file.fileno())
+            # mkstemp makes 0600, but guard and receiver may be two users of one group.
+            Path(name).chmod(0o640)
+            try:
+                os.link(name, target)
+            except FileExistsError:
+                return False
+            sync_folder(self._requests)
+            return True
+        finally:
+            Path(name).unlink()
+
+    def open_request(self, action: Action) -> Request | None:
+        """The open request of that kind, or None.
+
+        A file that is no request is set aside with a warning: it would block its kind for ever.
+        One that has its answer already (the guard died between the two) is closed.
+        """
+        path = self._request_path(action)
+        try:
+            request = _read(path, Request)
+        except ControlError as error:
+            aside = path.with_suffix(f".rejected-{time.time_ns()}")
+            log.warning("%s; set aside as %s", error, aside.name)
+            path.rename(aside)
+            return None
+        if request is not None and self._answer_path(request.id).exists():
+            self._close(request.action)
+            return None
+        return request
+
+    def answer(self, answer: Answer) -> None:
+        """Write the answer, then close the request (the guard)."""
+        write_atomically(self._answer_path(answer.id), _to_json(answer))
+        self._close(answer.action)
+
+    def read_answer(self, request_id: str) -> Answer | None:
+        """The guard's answer to that request, or None so far (a receiver)."""
+        return _read(self._answer_path(request_id), Answer)
+
+    def _close(self, action: Action) -> None:
+        self._request_path(action).unlink(missing_ok=True)
+        sync_folder(self._requests)
+
+    def _request_path(self, action: Action) -> Path:
+        return self._requests / f"{action}.json"
+
+    def _answer_path(self, request_id: str) -> Path:
+        return self._answers / f"{request_id}.json"
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace `path` so that a reader, or the next boot, finds the old text or the new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make new names in `folder` survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _to_json(record: Status | Request | Answer) -> str:
+    return json.dumps(dataclasses.asdict(record), indent=1) + "\n"
+
+
+Record = TypeVar("Record", bound=Status | Request | Answer)
+
+# What each annotation of the records above admits; bool is an int to isinstance, never here.
+_TYPES: dict[str, tuple[type, ...]] = {
+    "str": (str,),
+    "str | None": (str, type(None)),
+    "int": (int,),
+    "int | None": (int, type(None)),
+    "float": (float, int),
+    "float | None": (float, int, type(None)),
+}
+_CHOICES: dict[str, tuple[str, ...]] = {"Action": ACTIONS, "Result": get_args(Result)}
+
+
+def _read(path: Path, kind: type[Record]) -> Record | None:
+    try:
+        content: Any = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ControlError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ControlError(f"{path} holds no JSON object")
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(kind):
+        annotation = str(field.type)
+        value = content.get(field.name)
+        if annotation in _CHOICES:
+            valid = value in _CHOICES[annotation]
+        else:
+            valid = isinstance(value, _TYPES[annotation]) and not isinstance(value, bool)
+        if not valid:
+            raise ControlError(f"{path}: {field.name!r} is {value!r}, expected {annotation}")
+        values[field.name] = value
+    if kind is Request and not values["id"].replace("-", "").isalnum():
+        raise ControlError(f"{path}: {values['id']!r} is no request id")
+    return kind(**values)

@@ -1,0 +1,66 @@
+#!/bin/sh
+# Finds Prometheus, promtool, Alertmanager and amtool, and links them into DIR/bin.
+# In this order: the folder in ACT_SERVERS, the PATH, Debian's packages unpacked into DIR
+# (no root, no daemon, nothing outside DIR). Usage: servers.sh DIR
+set -eu
+
+dir=${1:?usage: servers.sh DIR}
+mkdir -p "$dir/bin"
+dir=$(cd "$dir" && pwd)
+
+# Debian calls Alertmanager's binary prometheus-alertmanager; upstream's archive, alertmanager.
+names_of() { [ "$1" = alertmanager ] && echo "prometheus-alertmanager alertmanager" || echo "$1"; }
+
+find_in() { # FOLDER NAME: the path of the program in that folder
+    for name in $(names_of "$2"); do
+        if [ -x "$1/$name" ]; then echo "$1/$name"; return 0; fi
+    done
+    return 1
+}
+
+find_on_path() {
+    for name in $(names_of "$1"); do
+        command -v "$name" && return 0
+    done
+    return 1
+}
+
+link_all() { # FINDER...: links every program that the finder knows; fails if one is missing
+    for program in prometheus promtool alertmanager amtool; do
+        found=$("$@" "$program") || return 1
+        ln -sf "$found" "$dir/bin/$program"
+    done
+}
+
+from_debian() {
+    command -v apt-get >/dev/null && command -v dpkg >/dev/null || return 1
+    mkdir -p "$dir/apt/lists/partial" "$dir/apt/cache/archives/partial"
+    cd "$dir/apt"
+    # The machine's own package lists first; where there are none (a fresh container), lists of
+    # our own, which needs no root.
+    apt-get -qq download prometheus prometheus-alertmanager 2>/dev/null || {
+        own="-o Dir::State::lists=$dir/apt/lists -o Dir::Cache=$dir/apt/cache"
+        # shellcheck disable=SC2086 # two options and their values
+        apt-get -qq $own update 2>/dev/null &&
+            apt-get -qq $own download prometheus prometheus-alertmanager 2>/dev/null || return 1
+    }
+    for package in ./*.deb; do dpkg -x "$package" "$dir/debian" || return 1; done
+    rm -rf "$dir/apt"
+}
+
+if [ -n "${ACT_SERVERS:-}" ]; then
+    link_all find_in "$ACT_SERVERS" || {
+        echo "ACT_SERVERS=$ACT_SERVERS must hold prometheus, promtool, alertmanager and amtool" >&2
+        exit 1
+    }
+elif link_all find_on_path; then
+    :
+elif (from_debian) && link_all find_in "$dir/debian/usr/bin"; then
+    :
+else
+    echo "Install Prometheus and Alertmanager (Debian: prometheus prometheus-alertmanager), or set" \
+        "ACT_SERVERS to a folder with prometheus, promtool, alertmanager and amtool." >&2
+    exit 1
+fi
+"$dir/bin/prometheus" --version 2>&1 | head -n 1
+"$dir/bin/alertmanager" --version 2>&1 | head -n 1
