@@ -1,0 +1,101 @@
+"""Each tap's baseline: the absmax that it had once training had settled.
+
+Zero-initialised projections and a warm-up make a *healthy* run reach 295 times the median of its
+first 100 steps; so the baseline is the median of a block of steps that came after the learning
+rate stopped rising, was like the block before it, and is not far below the same place elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from act_exporter.statistics import Array
+from act_exporter.window import Mask
+
+# Two blocks in a row whose medians differ by more than this are a level that still moves. The
+# hard rule looks for 100; what a settled tap wanders by itself is well below 2.
+_SETTLED_FACTOR = 2.0
+
+# A tap that is far below its like in the other blocks (a zero-initialised projection that has
+# hardly moved) has not settled, however still it stands.
+_LEAST_SHARE_OF_KIND = 0.1
+
+
+class Baseline:
+    """Learns one value a tap and keeps it.
+
+    Args:
+        kinds: for each tap, what it is within its block; equal for its like in other blocks.
+        steps: sampled steps whose median is a candidate.
+    """
+
+    def __init__(self, kinds: Sequence[str], steps: int) -> None:
+        self.values = np.full(len(kinds), np.nan)
+        """(taps,), NaN where not settled yet."""
+        self._steps = steps
+        names = sorted(set(kinds))
+        self._kinds = np.array([names.index(kind) for kind in kinds])
+        self._block = np.zeros((steps, len(kinds)))
+        self._filled = np.zeros(len(kinds), dtype=np.int64)
+        self._median = np.full(len(kinds), np.nan)  # of the block before the one being filled
+        self._rate_before = np.full(len(kinds), np.inf)  # learning rate when the block began
+
+    def add(self, values: Array, accepted: Mask, learning_rate: float | None) -> None:
+        """Take in one finite value for each tap in `accepted` that has no baseline yet."""
+        taps = np.flatnonzero(accepted & np.isnan(self.values))
+        if not taps.size:
+            return
+        rate = learning_rate if learning_rate is not None else 0.0
+        fresh = taps[self._filled[taps] == 0]
+        self._rate_before[fresh] = rate
+        self._block[self._filled[taps], taps] = values[taps]
+        self._filled[taps] += 1
+        full = taps[self._filled[taps] == self._steps]
+        if full.size:
+            self._judge(full, rate)
+
+    def clear(self) -> None:
+        """Forget the baselines and learn them anew."""
+        self.values[:] = np.nan
+        self._filled[:] = 0
+        self._median[:] = np.nan
+
+    def state(self) -> dict[str, Any]:
+        """The baselines and what is being learnt, as tensors."""
+        return {
+            "values": torch.from_numpy(self.values.copy()),
+            "block": torch.from_numpy(self._block.copy()),
+            "filled": torch.from_numpy(self._filled.copy()),
+            "median": torch.from_numpy(self._median.copy()),
+            "rate_before": torch.from_numpy(self._rate_before.copy()),
+        }
+
+    def restore(self, state: dict[str, Any], own: npt.NDArray[np.int64], saved: list[int]) -> None:
+        """Take over columns `saved` of a state as this baseline's taps `own`; the rest restart."""
+        self.clear()
+        self._block[:, own] = state["block"].numpy()[:, saved]
+        self.values[own] = state["values"].numpy()[saved]
+        self._filled[own] = state["filled"].numpy()[saved]
+        self._median[own] = state["median"].numpy()[saved]
+        self._rate_before[own] = state["rate_before"].numpy()[saved]
+
+    def _judge(self, taps: npt.NDArray[np.int64], rate: float) -> None:
+        before = self._median[taps]
+        median = np.median(self._block[:, taps], axis=0)
+        self._median[taps] = median
+        self._filled[taps] = 0
+        like = np.array([np.nanmedian(self._median[self._kinds == k]) for k in self._kinds[taps]])
+        with np.errstate(invalid="ignore"):
+            settled = (
+                (median > 0)
+                & (rate <= self._rate_before[taps])
+                & (median <= before * _SETTLED_FACTOR)
+                & (median >= before / _SETTLED_FACTOR)
+                & (median >= like * _LEAST_SHARE_OF_KIND)
+            )
+        self.values[taps[settled]] = median[settled]

@@ -1,0 +1,265 @@
+"""The metric families: what is exposed, under which name, from which value.
+
+Layer families are rendered here, since there are thousands of series: each one's name and labels
+are put together once and cached. All other families go through client_python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+from act_exporter.history import NONFINITE_KINDS, RULES, Layers
+from act_exporter.layers import Tap
+from act_exporter.statistics import Array
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One layer family.
+
+    Attributes:
+        name: as in Prometheus.
+        help: one sentence, with the unit.
+        value: from a snapshot, (taps,), or (values of the label, taps).
+        label: the label that the rows of `value` stand for, and its values.
+    """
+
+    name: str
+    help: str
+    value: Callable[[Layers], Array]
+    label: tuple[str, Sequence[str]] | None = None
+
+    @property
+    def kind(self) -> str:
+        return "counter" if self.name.endswith("_total") else "gauge"
+
+
+FAMILIES = (
+    Family(
+        "act_layer_absmax",
+        "Largest absolute value in the last sampled step.",
+        lambda layers: layers.statistics.absmax,
+    ),
+    Family(
+        "act_layer_absmax_peak",
+        "Largest absmax of the last two minutes and at least of the last sampled step.",
+        lambda layers: layers.peak,
+    ),
+    Family(
+        "act_layer_absmax_baseline",
+        "Median absmax of 100 sampled steps, once training had settled.",
+        lambda layers: layers.baseline,
+    ),
+    Family(
+        "act_layer_absmax_window_mean",
+        "Mean absmax of the last 500 sampled steps that broke no rule.",
+        lambda layers: layers.window_mean,
+    ),
+    Family(
+        "act_layer_absmax_window_std",
+        "Standard deviation of the same, at least 1 % of the mean.",
+        lambda layers: layers.window_std,
+    ),
+    Family("act_layer_min", "Smallest value.", lambda layers: layers.statistics.min),
+    Family("act_layer_max", "Largest value.", lambda layers: layers.statistics.max),
+    Family("act_layer_mean", "Mean.", lambda layers: layers.statistics.mean),
+    Family("act_layer_std", "Standard deviation.", lambda layers: layers.statistics.std),
+    Family("act_layer_l2norm", "Euclidean norm.", lambda layers: layers.statistics.l2norm),
+    Family("act_layer_rms", "Root mean square.", lambda layers: layers.statistics.rms),
+    Family(
+        "act_layer_exceed_ratio",
+        "Share of elements beyond the exceed threshold, 0 to 1.",
+        lambda layers: layers.statistics.exceed_ratio,
+    ),
+    Family(
+        "act_layer_nonfinite_total",
+        "Elements that were NaN or infinite.",
+        lambda layers: layers.nonfinite,
+        ("kind", tuple(NONFINITE_KINDS)),
+    ),
+    Family(
+        "act_layer_exceeded_steps_total",
+        "Sampled steps that broke the rule.",
+        lambda layers: layers.exceeded_steps,
+        ("rule", RULES),
+    ),
+    Family(
+        "act_layer_exceeded_consecutive",
+        "Sampled steps in a row that broke the rule, their maximum held for two minutes.",
+        lambda layers: layers.consecutive,
+        ("rule", RULES),
+    ),
+    Family(
+        "act_layer_calls_total",
+        "Times that the module ran in sampled training forwards.",
+        lambda layers: layers.calls,
+    ),
+)
+
+
+class LayerPage:
+    """Renders the layer families.
+
+    Args:
+        taps: the taps, in the order of the snapshots' columns.
+        labels: labels of every sample.
+    """
+
+    def __init__(self, taps: Sequence[Tap], labels: dict[str, str]) -> None:
+        self._prefixes = {
+            family.name: [
+                [
+                    _series(family.name, {**labels, "layer": tap.layer, "tensor": tap.tensor}, more)
+                    for tap in taps
+                ]
+                for more in _more_labels(family)
+            ]
+            for family in FAMILIES
+        }
+        self.series = sum(len(row) for rows in self._prefixes.values() for row in rows)
+        """How many series there are at most."""
+
+    def render(self, layers: Layers, openmetrics: bool) -> str:
+        """The exposition text, with no end mark; series without a value are left out."""
+        lines = []
+        for family in FAMILIES:
+            # OpenMetrics names a counter's family without the suffix that its samples have.
+            name = family.name.removesuffix("_total") if openmetrics else family.name
+            lines.append(f"# HELP {name} {family.help}\n# TYPE {name} {family.kind}\n")
+            values = np.atleast_2d(family.value(layers))
+            for prefixes, row in zip(self._prefixes[family.name], values.tolist(), strict=True):
+                lines += [
+                    f"{prefix}{value!r}\n"
+                    for prefix, value in zip(prefixes, row, strict=True)
+                    if value == value
+                ]
+        return "".join(lines)
+
+
+def _more_labels(family: Family) -> list[dict[str, str]]:
+    if family.label is None:
+        return [{}]
+    name, values = family.label
+    return [{name: value} for value in values]
+
+
+def _series(name: str, labels: dict[str, str], more: dict[str, str]) -> str:
+    pairs = ",".join(f'{key}="{_escaped(value)}"' for key, value in {**labels, **more}.items())
+    return f"{name}{{{pairs}}} "
+
+
+def _escaped(value: str) -> str:
+    # Unescaped, one quote in a module's name takes the whole target down.
+    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Training:
+    """The run as of its last step: an immutable copy, for scrapes.
+
+    Attributes:
+        step: last finished step.
+        steps: steps finished in this process; a rollback does not take any back.
+        finished_at: when the last step ended, Unix seconds; None before the first.
+        generation: 0, and one more with each rollback.
+        values: what is known of "loss", "grad_norm" and "learning_rate".
+        probe_seconds: spent on statistics, on the host.
+    """
+
+    step: int = 0
+    steps: int = 0
+    finished_at: float | None = None
+    generation: int = 0
+    values: dict[str, float] = field(default_factory=dict)
+    probe_seconds: float = 0.0
+
+
+_VALUE_HELP = {
+    "loss": "Loss as last recorded.",
+    "grad_norm": "Gradient norm as last recorded.",
+    "learning_rate": "Largest learning rate of the optimizer's groups at the last step.",
+}
+
+
+class TrainingCollector(Collector):
+    """The families of the run and of the exporter itself, for client_python.
+
+    Args:
+        labels: labels of every sample.
+        training: gives the newest `Training`.
+        errors: stage to number of errors.
+        facts: constants: (family name, help, label, {label's value: number}).
+    """
+
+    def __init__(
+        self,
+        labels: dict[str, str],
+        training: Callable[[], Training],
+        errors: dict[str, int],
+        facts: Sequence[tuple[str, str, str, dict[str, float]]],
+    ) -> None:
+        self._labels = labels
+        self._training = training
+        self._errors = errors
+        self._facts = facts
+
+    def collect(self) -> Iterator[Metric]:
+        """All families, with a value or without."""
+        now = self._training()
+        yield self._gauge("act_step", "Last finished step; a rollback takes it back.", now.step)
+        yield self._counter("act_steps", "Steps finished in this process.", {"": now.steps})
+        yield self._gauge(
+            "act_last_step_timestamp_seconds", "When the last step ended.", now.finished_at
+        )
+        for name, text in _VALUE_HELP.items():
+            yield self._gauge(f"act_{name}", text, now.values.get(name))
+        run = {str(now.generation): 1.0}
+        yield self._gauges("act_run_info", "The run's generation.", "generation", run)
+        for fact in self._facts:
+            yield self._gauges(*fact)
+        yield self._counter(
+            "act_probe_seconds", "Time spent on statistics, on the host.", {"": now.probe_seconds}
+        )
+        yield self._counter(
+            "act_errors", "Errors inside the exporter, by stage.", self._errors, "stage"
+        )
+
+    def _gauge(self, name: str, text: str, value: float | None) -> Metric:
+        family = GaugeMetricFamily(name, text, labels=list(self._labels))
+        if value is not None:
+            family.add_metric(list(self._labels.values()), value)
+        return family
+
+    def _gauges(self, name: str, text: str, label: str, values: dict[str, float]) -> Metric:
+        family = GaugeMetricFamily(name, text, labels=[*self._labels, label])
+        for value, number in values.items():
+            family.add_metric([*self._labels.values(), value], number)
+        return family
+
+    def _counter(
+        self, name: str, text: str, values: dict[str, int] | dict[str, float], label: str = ""
+    ) -> Metric:
+        more = [label] if label else []
+        family = CounterMetricFamily(name, text, labels=[*self._labels, *more])
+        for value, number in values.items():
+            family.add_metric([*self._labels.values(), *([value] if label else [])], number)
+        return family
+
+
+def render_page(
+    accept: str, registry: CollectorRegistry, page: LayerPage, layers: Layers | None
+) -> tuple[bytes, str]:
+    """The whole page and its content type, in the format that the Accept header asks for."""
+    encode, content_type = choose_encoder(accept)
+    openmetrics = content_type.startswith("application/openmetrics-text")
+    text = encode(registry)
+    rendered = page.render(layers, openmetrics).encode() if layers is not None else b""
+    # The layer families come first: OpenMetrics ends with a mark that client_python has written.
+    return rendered + text, content_type

@@ -1,0 +1,336 @@
+"""The exporter: wires probe, steps, history and server to one model in training."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from prometheus_client import CollectorRegistry
+from torch import nn
+
+from act_exporter.collector import LayerPage, Training, TrainingCollector, render_page
+from act_exporter.exceptions import SettingError, StateError
+from act_exporter.history import History, Layers, Thresholds
+from act_exporter.layers import Watch, find_taps
+from act_exporter.probe import Probe
+from act_exporter.server import MetricsServer
+from act_exporter.steps import Steps
+
+log = logging.getLogger(__name__)
+
+DEFAULT_PORT = 9460
+
+_STAGES = ("hook", "step", "record", "server", "scrape")
+
+
+def start_exporter(
+    model: nn.Module,
+    port: int | None = None,
+    *,
+    host: str | None = None,
+    run: str | None = None,
+    rank: int | None = None,
+    watch: Watch = "sublayers",
+    sample_every: int = 1,
+    thresholds: Thresholds | None = None,
+) -> Exporter:
+    """Watch `model` and serve its statistics on `http://host:port/metrics`.
+
+    No other line is needed in the trainer: steps are counted by the optimizers' own `step`.
+    Training is never stopped by the exporter. A port in use is logged and training goes on
+    without a page.
+
+    Args:
+        model: the model, before or after DDP, FSDP or `torch.compile`, but before its first
+            compiled call: later hooks do not run in a compiled graph.
+        port: port of local rank 0, other ranks add theirs; default `ACT_PORT`, else 9460. 0 takes
+            any free port, see `Exporter.port`.
+        host: address to listen on; default `ACT_HOST`, else this machine only (127.0.0.1).
+        run: the run's name, which must survive restarts; default `ACT_RUN`, else Slurm's job name,
+            else the script's name.
+        rank: default `RANK`, as torchrun sets it, else 0.
+        watch: "sublayers", "blocks", "all", globs, or `(name, module) -> bool`; see
+            `act_exporter.layers.find_taps`.
+        sample_every: look at every n-th step only.
+        thresholds: when a step breaks a rule; the shipped alert rules fit the defaults.
+
+    Returns:
+        The running exporter; `close()` it, or use it in a `with` statement.
+
+    Raises:
+        NothingToWatchError: the model has no module that `watch` selects.
+        SettingError: an argument or variable cannot serve.
+    """
+    if not isinstance(model, nn.Module):
+        raise SettingError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    if "ACT_LOG_LEVEL" in os.environ:
+        _set_log_level(os.environ["ACT_LOG_LEVEL"])
+    exporter = Exporter(
+        model,
+        run=run if run is not None else _default_run(),
+        rank=rank if rank is not None else _variable("RANK", 0),
+        watch=watch,
+        sample_every=sample_every,
+        thresholds=thresholds or Thresholds(),
+    )
+    if port is None:
+        port = _variable("ACT_PORT", DEFAULT_PORT)
+    if not 0 <= port <= 65_535:
+        exporter.close()
+        raise SettingError(f"port={port} is not between 0 and 65535")
+    local_rank = _variable("LOCAL_RANK", 0)
+    host = host or os.environ.get("ACT_HOST") or "127.0.0.1"
+    exporter.serve(host, port + local_rank if port else 0)
+    return exporter
+
+
+class Exporter:
+    """What `start_exporter` returns.
+
+    Attributes:
+        run: the run's name, the `run` label of every sample.
+        port: the port of the page, or None where it could not be served.
+        registry: client_python's registry behind the page; other families may join it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        run: str,
+        rank: int,
+        watch: Watch,
+        sample_every: int,
+        thresholds: Thresholds,
+    ) -> None:
+        if not run:
+            raise SettingError("run must not be empty")
+        if isinstance(sample_every, bool) or not isinstance(sample_every, int) or sample_every < 1:
+            raise SettingError(f"sample_every={sample_every!r} must be a whole number from 1 on")
+        taps = find_taps(model, watch)
+        self.run = run
+        self.port: int | None = None
+        self.registry = CollectorRegistry()
+        labels = {"run": run, "rank": str(rank)}
+        self._page = LayerPage(taps, labels)
+        self._errors = dict.fromkeys(_STAGES, 0)
+        self._logged: set[tuple[str, type[Exception], str]] = set()
+        self._sample_every = sample_every
+        self._training = Training()
+        self._layers: Layers | None = None
+        self._server: MetricsServer | None = None
+        self._history = History(taps, thresholds, time.monotonic)
+        self._probe = Probe(
+            model,
+            taps,
+            exceed_threshold=thresholds.exceed,
+            on_error=self._count_error,
+        )
+        self._steps = Steps(model, self._finish_step)
+        self.registry.register(
+            TrainingCollector(
+                labels, lambda: self._training, self._errors, _facts(thresholds, self._page.series)
+            )
+        )
+        log.info("watching %d tensors of run %s", len(taps), run)
+
+    def serve(self, host: str, port: int) -> None:
+        """Serve the page; where that fails, log why and let training go on without it."""
+        try:
+            self._server = MetricsServer(host, port, self._render)
+        except OSError as error:
+            self._count_error("server", error, f"no metrics on {host}:{port}")
+            return
+        self.port = self._server.port
+        log.info("metrics of run %s on http://%s:%d/metrics", self.run, host, self.port)
+
+    def record(
+        self,
+        *,
+        loss: torch.Tensor | float | None = None,
+        grad_norm: torch.Tensor | float | None = None,
+    ) -> None:
+        """Expose the step's loss and gradient norm; call it before the optimizer's step.
+
+        Args:
+            loss: a number or a tensor of one element, on any device; never waited for.
+            grad_norm: likewise, before clipping.
+        """
+        try:
+            values = {"loss": loss, "grad_norm": grad_norm}
+            self._probe.record(
+                {
+                    name: torch.as_tensor(value)
+                    for name, value in values.items()
+                    if value is not None
+                }
+            )
+        except Exception as error:
+            self._count_error("record", error)
+
+    def step(self, step: int) -> None:
+        """Say that the run has finished `step`, in place of counting the optimizers' steps.
+
+        From the first call on only this counts. `TrainingGuard` calls it by itself.
+        """
+        self._steps.set(step)
+        self._finish_step(step)
+
+    def onset(self) -> int | None:
+        """The first step since the last reset that broke the hard rule or was not finite."""
+        self._take_in()
+        onset = self._history.onset
+        return onset.step if onset is not None else None
+
+    def reset(self, generation: int) -> None:
+        """Begin a generation: the steps since the restored one never happened.
+
+        Onset, peaks and counts in a row are forgotten; baseline, window and counters stay.
+        """
+        self._probe.forget()
+        self._history.reset()
+        self._layers = None
+        self._training = dataclasses.replace(self._training, generation=generation)
+
+    def rebaseline(self) -> None:
+        """Learn baseline and window anew (another data mix, a new learning rate)."""
+        self._history.rebaseline()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Count nothing in the block: a save, a load or a trial run."""
+        before = self._probe.paused
+        self._probe.paused = self._steps.paused = True
+        try:
+            yield
+        finally:
+            self._probe.paused = self._steps.paused = before
+
+    def state_dict(self) -> dict[str, Any]:
+        """Step, baseline and window: tensors, numbers and strings only."""
+        self._take_in()
+        return {"step": self._training.step, "history": self._history.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state; layers that it does not know learn anew.
+
+        Raises:
+            StateError: not such a state; nothing was loaded.
+        """
+        if not isinstance(state, dict) or set(state) != {"step", "history"}:
+            raise StateError("exporter state: expected a dict with 'step' and 'history'")
+        if not isinstance(state["step"], int) or state["step"] < 0:
+            raise StateError(f"exporter state: step {state['step']!r} is no step")
+        self._history.load_state_dict(state["history"])
+        self._steps.restart(state["step"])
+        self._training = dataclasses.replace(self._training, step=state["step"])
+
+    def close(self) -> None:
+        """Remove the hooks and stop serving; a second call does nothing."""
+        self._steps.close()
+        self._probe.close()
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        _type: type[BaseException] | None,
+        _error: BaseException | None,
+        _traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _finish_step(self, step: int) -> None:
+        """The one place where data moves on: rows to history, history to the page."""
+        try:
+            if self._probe.paused:
+                return
+            before = self._training
+            if self._probe.sampling:
+                self._probe.take(step)
+            self._take_in()
+            # Told the step that a run resumes from, it has not finished one.
+            finished = step == before.step + 1
+            self._training = dataclasses.replace(
+                self._training,
+                step=step,
+                steps=before.steps + finished,
+                finished_at=time.time() if finished else before.finished_at,
+                probe_seconds=self._probe.seconds,
+            )
+            self._probe.sampling = (step + 1) % self._sample_every == 0
+        except Exception as error:
+            self._count_error("step", error)
+
+    def _take_in(self) -> None:
+        """Judge the samples that have arrived from the devices."""
+        for sample in self._probe.arrived():
+            rate = self._steps.learning_rate
+            self._layers = self._history.observe(sample.step, sample.rows, rate)
+            known = {} if rate is None else {"learning_rate": rate}
+            values = {**self._training.values, **sample.values, **known}
+            self._training = dataclasses.replace(self._training, values=values)
+
+    def _render(self, accept: str) -> tuple[bytes, str]:
+        try:
+            return render_page(accept, self.registry, self._page, self._layers)
+        except Exception as error:
+            self._count_error("scrape", error)
+            raise
+
+    def _count_error(self, stage: str, error: Exception, what: str = "training goes on") -> None:
+        self._errors[stage] += 1
+        cause = (stage, type(error), str(error))
+        if cause not in self._logged and len(self._logged) < 100:
+            self._logged.add(cause)
+            log.error("%s (%s): %s: %s", what, stage, type(error).__name__, error)
+
+
+def _facts(thresholds: Thresholds, series: int) -> list[tuple[str, str, str, dict[str, float]]]:
+    from act_exporter import __version__
+
+    rules = {"hard": thresholds.hard, "sigma": thresholds.sigma, "exceed": thresholds.exceed}
+    return [
+        ("act_rule_threshold", "The thresholds that the trainer judges by.", "rule", rules),
+        ("act_build_info", "Version of the exporter.", "version", {__version__: 1.0}),
+        ("act_series", "Layer series on this page, at most.", "family", {"layer": float(series)}),
+    ]
+
+
+def _default_run() -> str:
+    script = Path(sys.argv[0]).stem if sys.argv and sys.argv[0] else ""
+    return (
+        os.environ.get("ACT_RUN")
+        or os.environ.get("SLURM_JOB_NAME")
+        or (script if script not in ("", "-c", "-m") else "interactive")
+    )
+
+
+def _variable(name: str, default: int) -> int:
+    value = os.environ.get(name, "")
+    if not value:
+        return default
+    try:
+        return int(value)
+    except ValueError:
+        raise SettingError(f"{name}={value!r} is no whole number") from None
+
+
+def _set_log_level(level: str) -> None:
+    try:
+        logging.getLogger("act_exporter").setLevel(level.upper())
+    except ValueError:
+        raise SettingError(f"ACT_LOG_LEVEL={level!r} is no log level, such as INFO") from None

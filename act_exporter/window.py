@@ -1,0 +1,133 @@
+"""Mean and deviation of the last values that broke no rule, for all taps at once.
+
+A window that takes spikes in goes blind: after one spike of 5,000 a spike of ten times the level
+scored 0.36 sigma. So rule-breakers stay out; only when a whole window's worth of them came in a
+row are they accepted as a new level.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from act_exporter.statistics import Array
+
+Mask = npt.NDArray[np.bool_]
+
+# A constant series has a deviation of 0, and then any change is infinitely many sigmas: the
+# deviation is at least this share of the mean, and something for a mean of 0.
+_STD_SHARE_OF_MEAN = 0.01
+_STD_TINY = 1e-12
+
+
+class Window:
+    """The last `size` values of each tap.
+
+    Args:
+        taps: how many series.
+        size: values kept a tap.
+        minimum: values before there is a mean or deviation.
+    """
+
+    def __init__(self, taps: int, size: int, minimum: int) -> None:
+        self._size = size
+        self._minimum = minimum
+        self._values = np.zeros((size, taps))
+        self._count = np.zeros(taps, dtype=np.int64)
+        self._next = np.zeros(taps, dtype=np.int64)
+        self._rejected = np.zeros((size, taps))
+        self._rejected_count = np.zeros(taps, dtype=np.int64)
+        # Sums of distances from a value inside the window: steady, and no digits cancel.
+        self._origin = np.zeros(taps)
+        self._sum = np.zeros(taps)
+        self._squares = np.zeros(taps)
+
+    def add(self, values: Array, accepted: Mask, rejected: Mask) -> None:
+        """Take in one finite value for each tap in `accepted`, and set aside those `rejected`."""
+        taps = np.flatnonzero(accepted)
+        if taps.size:
+            self._accept(taps, values[taps])
+        taps = np.flatnonzero(rejected)
+        if taps.size:
+            self._reject(taps, values[taps])
+
+    def mean(self) -> Array:
+        """(taps,), NaN where there are too few values."""
+        return np.where(self._ready(), self._origin + self._offset(), np.nan)
+
+    def std(self) -> Array:
+        """(taps,), at least 1 % of the mean and above 0; NaN where there are too few values."""
+        count = np.maximum(self._count, 1)
+        variance = np.maximum(self._squares / count - self._offset() ** 2, 0)
+        floor = np.abs(self.mean()) * _STD_SHARE_OF_MEAN + _STD_TINY
+        return np.where(self._ready(), np.maximum(np.sqrt(variance), floor), np.nan)
+
+    def state(self) -> dict[str, Any]:
+        """Values and counts as tensors; the sums follow from them."""
+        return {
+            "values": torch.from_numpy(self._values.copy()),
+            "count": torch.from_numpy(self._count.copy()),
+            "next": torch.from_numpy(self._next.copy()),
+        }
+
+    def restore(self, state: dict[str, Any], own: npt.NDArray[np.int64], saved: list[int]) -> None:
+        """Take over columns `saved` of a state as this window's taps `own`; the rest restart."""
+        self.clear()
+        self._values[:, own] = state["values"].numpy()[:, saved]
+        self._count[own] = state["count"].numpy()[saved]
+        self._next[own] = state["next"].numpy()[saved]
+        self._recompute(own)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._count[:] = 0
+        self._next[:] = 0
+        self._rejected_count[:] = 0
+        self._sum[:] = 0
+        self._squares[:] = 0
+
+    def _ready(self) -> Mask:
+        ready: Mask = self._count >= self._minimum
+        return ready
+
+    def _offset(self) -> Array:
+        return self._sum / np.maximum(self._count, 1)
+
+    def _accept(self, taps: npt.NDArray[np.int64], values: Array) -> None:
+        self._rejected_count[taps] = 0
+        first = taps[self._count[taps] == 0]
+        self._origin[first] = values[np.isin(taps, first)]
+        row = self._next[taps]
+        full = self._count[taps] == self._size
+        origin = self._origin[taps]
+        new = values - origin
+        old = np.where(full, self._values[row, taps] - origin, 0)
+        self._sum[taps] += new - old
+        self._squares[taps] += new**2 - old**2
+        self._values[row, taps] = values
+        self._count[taps] = np.minimum(self._count[taps] + 1, self._size)
+        self._next[taps] = (row + 1) % self._size
+        # Rounding of the running sums must not add up over ten million steps.
+        self._recompute(taps[self._next[taps] == 0])
+
+    def _reject(self, taps: npt.NDArray[np.int64], values: Array) -> None:
+        self._rejected[self._rejected_count[taps], taps] = values
+        self._rejected_count[taps] += 1
+        level = taps[self._rejected_count[taps] == self._size]
+        if level.size:
+            self._values[:, level] = self._rejected[:, level]
+            self._count[level] = self._size
+            self._next[level] = 0
+            self._rejected_count[level] = 0
+            self._recompute(level)
+
+    def _recompute(self, taps: npt.NDArray[np.int64]) -> None:
+        for tap in taps:
+            values = self._values[: self._count[tap], tap]
+            self._origin[tap] = values.mean() if values.size else 0
+            offsets = values - self._origin[tap]
+            self._sum[tap] = offsets.sum()
+            self._squares[tap] = (offsets**2).sum()
