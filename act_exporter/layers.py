@@ -96,9 +96,7 @@ def _selector(watch: Watch) -> Callable[[str, nn.Module], bool]:
 
 def _named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Each module once, wrappers and their name parts left out; a bare layer is called "model"."""
-    root = model
-    while (inner := _unwrapped(root)) is not root:
-        root = inner
+    root = _unwrapped(model)
     if not list(root.children()):
         if list(root.parameters(recurse=False)):
             yield "model", root
@@ -110,12 +108,16 @@ def _named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
-    if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
-        inner: nn.Module = module.module
-        return inner
-    return next(
-        (module._modules[part] or module for part in _WRAPPERS & set(module._modules)), module
-    )
+    """The module that a user wrote, without what was put around it."""
+    while True:
+        inner: nn.Module | None
+        if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            inner = module.module
+        else:
+            inner = next((module._modules[part] for part in _WRAPPERS & set(module._modules)), None)
+        if inner is None:
+            return module
+        module = inner
 
 
 def _tap(
@@ -235,5 +237,5 @@ def _outside_experts(block: str, name: str, modules: dict[str, nn.Module]) -> st
 
 def _repeats(modules: Iterable[nn.Module]) -> bool:
     """Whether two of them, leaves aside, are of one class."""
-    classes = Counter(type(module) for module in modules if not _is_leaf(module))
+    classes = Counter(type(_unwrapped(module)) for module in modules if not _is_leaf(module))
     return bool(classes) and max(classes.values()) >= 2

@@ -57,7 +57,10 @@ class Steps:
         self.learning_rate = _learning_rate(optimizer)
         if self.explicit:
             return
-        self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
+        # One that is new joins the step under way, or a run that changes its optimizer would
+        # stand still until the new one has caught up.
+        joined = max(self._largest - 1, 0)
+        self._counts[optimizer] = self._counts.get(optimizer, joined) + 1
         if self._counts[optimizer] > self._largest:
             self._largest = self._counts[optimizer]
             self._on_step(self._start + self._largest)

@@ -46,6 +46,20 @@ from_debian() {
     }
     for package in ./*.deb; do dpkg -x "$package" "$dir/debian" || return 1; done
     rm -rf "$dir/apt"
+    make_relocatable
+}
+
+# Debian's Alertmanager reads its default templates from a folder that is compiled in, and does
+# not start without them. The copy below reads them from file descriptor 9 (a path of the same
+# length; extra slashes mean nothing), which the wrapper opens on the unpacked folder.
+make_relocatable() {
+    bin=$dir/debian/usr/bin share=usr/share/prometheus/alertmanager
+    [ -f "$dir/debian/$share/default.tmpl" ] || return 0
+    LC_ALL=C sed "s|/$share|/proc/self/fd/9///////////////////|g" \
+        "$bin/prometheus-alertmanager" >"$bin/alertmanager.relocated"
+    chmod 755 "$bin/alertmanager.relocated"
+    printf '#!/bin/sh\nexec 9<"%s"\nexec "%s" "$@"\n' "$dir/debian/$share" \
+        "$bin/alertmanager.relocated" >"$bin/prometheus-alertmanager"
 }
 
 if [ -n "${ACT_SERVERS:-}" ]; then

@@ -1,0 +1,329 @@
+"""The exporter on a model in training: what a user of `start_exporter` gets."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from prometheus_client import Metric
+from prometheus_client.openmetrics.parser import (
+    text_string_to_metric_families as parse_openmetrics,
+)
+from prometheus_client.parser import text_string_to_metric_families as parse_text
+from torch import nn
+
+from act_exporter import Exporter, SettingError, StateError, Thresholds, start_exporter
+from tests.act_exporter.models import gpt, train
+
+QUICK = Thresholds(window=40, window_minimum=10, baseline_steps=10)
+OPENMETRICS = "application/openmetrics-text; version=1.0.0"
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith(("ACT_", "SLURM_")) or name in ("RANK", "LOCAL_RANK"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    return gpt()
+
+
+@pytest.fixture
+def exporter(model: nn.Module) -> Iterator[Exporter]:
+    with start_exporter(model, 0, run="test", thresholds=QUICK) as exporter:
+        yield exporter
+
+
+def page(exporter: Exporter, accept: str = "text/plain") -> str:
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{exporter.port}/metrics", headers={"Accept": accept}
+    )
+    with urllib.request.urlopen(request, timeout=5) as response:
+        body: str = response.read().decode()
+        return body
+
+
+def value(exporter: Exporter, name: str, **labels: str) -> float | None:
+    """The value of one sample of the page, or None where it is absent."""
+    for family in parse_text(page(exporter)):
+        for sample in family.samples:
+            if sample.name == name and labels.items() <= sample.labels.items():
+                return float(sample.value)
+    return None
+
+
+class TestPage:
+    @pytest.mark.parametrize(
+        ("accept", "parse"), [("text/plain", parse_text), (OPENMETRICS, parse_openmetrics)]
+    )
+    def test_is_what_the_parsers_take(
+        self, model: nn.Module, exporter: Exporter, accept: str, parse: object
+    ) -> None:
+        train(model, 30)
+        families: list[Metric] = list(parse(page(exporter, accept)))  # type: ignore[operator]
+        names = {sample.name for family in families for sample in family.samples}
+        assert {
+            "act_layer_absmax_peak",
+            "act_layer_absmax_baseline",
+            "act_layer_absmax_window_std",
+            "act_layer_nonfinite_total",
+            "act_step",
+            "act_errors_total",
+        } <= names
+        for family in families:
+            assert family.documentation, family.name
+            for sample in family.samples:
+                assert sample.labels["run"] == "test"
+                assert sample.labels["rank"] == "0"
+                assert sample.timestamp is None
+
+    def test_counters_are_there_at_zero_after_the_first_step(
+        self, model: nn.Module, exporter: Exporter
+    ) -> None:
+        train(model, 1)
+        assert value(exporter, "act_layer_nonfinite_total", layer="norm", kind="nan") == 0
+        assert value(exporter, "act_errors_total", stage="hook") == 0
+
+    def test_has_no_baseline_and_window_before_there_is_one(
+        self, model: nn.Module, exporter: Exporter
+    ) -> None:
+        train(model, 5)
+        assert value(exporter, "act_layer_absmax", layer="norm") is not None
+        assert value(exporter, "act_layer_absmax_baseline", layer="norm") is None
+        assert value(exporter, "act_layer_absmax_window_mean", layer="norm") is None
+
+    def test_layer_names_are_escaped(self) -> None:
+        model = nn.Sequential()
+        model.add_module('a"b\\c\nd', nn.Linear(2, 2))
+        with start_exporter(model, 0) as exporter:
+            model(torch.ones(1, 2)).sum().backward()
+            exporter.step(1)
+            assert value(exporter, "act_layer_calls_total", layer='a"b\\c\nd') == 1
+
+    def test_other_families_can_join(self, exporter: Exporter) -> None:
+        from prometheus_client import Gauge
+
+        Gauge("my_own", "Mine.", registry=exporter.registry).set(3)
+        assert value(exporter, "my_own") == 3
+
+    def test_other_paths_lead_to_it(self, exporter: Exporter) -> None:
+        base = f"http://127.0.0.1:{exporter.port}"
+        assert b"/metrics" in urllib.request.urlopen(base, timeout=5).read()
+        with pytest.raises(urllib.error.HTTPError, match="404") as caught:
+            urllib.request.urlopen(f"{base}/other", timeout=5)
+        caught.value.close()
+
+
+class TestTraining:
+    def test_is_bitwise_what_it_is_without_us(self) -> None:
+        def run(watched: bool) -> tuple[list[torch.Tensor], torch.Tensor]:
+            model = gpt()
+            exporter = start_exporter(model, 0) if watched else None
+            torch.manual_seed(5)
+            train(model, 20, torch.optim.AdamW(model.parameters(), lr=1e-2))
+            if exporter is not None:
+                exporter.close()
+            return [p.detach().clone() for p in model.parameters()], torch.get_rng_state()
+
+        plain, watched = run(False), run(True)
+        assert all(map(torch.equal, plain[0], watched[0]))
+        assert torch.equal(plain[1], watched[1])
+
+    def test_steps_loss_and_learning_rate_need_no_other_line(
+        self, model: nn.Module, exporter: Exporter
+    ) -> None:
+        exporter.record(loss=torch.tensor(2.5), grad_norm=1.5)
+        train(model, 3)
+        assert value(exporter, "act_step") == 3
+        assert value(exporter, "act_steps_total") == 3
+        assert value(exporter, "act_loss") == 2.5
+        assert value(exporter, "act_grad_norm") == 1.5
+        assert value(exporter, "act_learning_rate") == 0.01
+
+    def test_a_fault_is_seen_in_its_layer(self, model: nn.Module, exporter: Exporter) -> None:
+        train(model, 30)
+        assert exporter.onset() is None
+        with torch.no_grad():
+            model.get_submodule("blocks.1.attn.qkv").weight.mul_(1e4)
+        train(model, 3)
+        assert exporter.onset() == 31
+        labels = {"layer": "blocks.1.attn.proj", "tensor": "input"}
+        assert value(exporter, "act_layer_exceeded_consecutive", rule="hard", **labels) == 3
+        assert value(exporter, "act_layer_exceeded_steps_total", rule="hard", layer="embed") == 0
+
+    def test_every_tenth_step_only(self, model: nn.Module) -> None:
+        with start_exporter(model, 0, sample_every=10) as exporter:
+            train(model, 25)
+            # The step under way when we came is looked at, and then each tenth.
+            assert value(exporter, "act_layer_calls_total", layer="norm") == 3
+            assert value(exporter, "act_step") == 25
+
+    def test_goes_on_when_our_own_code_fails(
+        self,
+        model: nn.Module,
+        exporter: Exporter,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        def fail(*_: object) -> None:
+            raise RuntimeError("broken")
+
+        monkeypatch.setattr("act_exporter.history.History.observe", fail)
+        monkeypatch.setattr("act_exporter.probe.Probe.record", fail)
+        exporter.record(loss=1.0)
+        train(model, 3)
+        assert value(exporter, "act_errors_total", stage="step") == 3
+        assert value(exporter, "act_errors_total", stage="record") == 1
+        assert caplog.text.count("broken") == 2  # once a cause
+
+
+class TestGuardsSide:
+    def test_an_explicit_step_counts_from_then_on(
+        self, model: nn.Module, exporter: Exporter
+    ) -> None:
+        exporter.step(400)
+        train(model, 1)
+        exporter.step(401)
+        assert value(exporter, "act_step") == 401
+        assert value(exporter, "act_steps_total") == 1
+
+    def test_nothing_counts_while_paused(self, model: nn.Module, exporter: Exporter) -> None:
+        with exporter.paused():
+            train(model, 2)
+        assert value(exporter, "act_step") == 0
+        assert value(exporter, "act_layer_calls_total", layer="norm") is None
+
+    def test_a_reset_begins_a_generation(self, model: nn.Module, exporter: Exporter) -> None:
+        train(model, 30)
+        with torch.no_grad():
+            model.get_submodule("blocks.1.mlp.up").weight.mul_(1e5)
+        train(model, 3)
+        exporter.reset(generation=1)
+        exporter.step(30)
+        assert exporter.onset() is None
+        assert value(exporter, "act_run_info", generation="1") == 1
+        assert value(exporter, "act_step") == 30
+        assert value(exporter, "act_steps_total") == 33
+        assert value(exporter, "act_layer_absmax_peak") is None
+
+    def test_a_state_goes_into_a_new_exporter(
+        self, model: nn.Module, exporter: Exporter, tmp_path: Path
+    ) -> None:
+        train(model, 30)
+        torch.save(exporter.state_dict(), tmp_path / "state.pt")
+        other_model = gpt()
+        with start_exporter(other_model, 0, thresholds=QUICK) as other:
+            other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+            train(other_model, 1)
+            assert value(other, "act_step") == 31
+            baseline = value(exporter, "act_layer_absmax_baseline", layer="norm")
+            assert value(other, "act_layer_absmax_baseline", layer="norm") == baseline
+
+    @pytest.mark.parametrize("state", [None, {}, {"step": -1, "history": {}}, {"step": 1}])
+    def test_a_mangled_state_is_an_error(self, exporter: Exporter, state: object) -> None:
+        with pytest.raises(StateError, match="exporter state"):
+            exporter.load_state_dict(state)  # type: ignore[arg-type]
+
+
+class TestStart:
+    def test_a_port_in_use_costs_the_page_and_nothing_else(
+        self, model: nn.Module, exporter: Exporter, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        assert exporter.port is not None
+        with start_exporter(gpt(), exporter.port) as second:
+            assert second.port is None
+            assert f"no metrics on 127.0.0.1:{exporter.port}" in caplog.text
+        train(model, 1)
+        assert value(exporter, "act_step") == 1
+
+    def test_the_port_is_free_again_after_closing(self, model: nn.Module) -> None:
+        first = start_exporter(model, 0)
+        port = first.port
+        first.close()
+        first.close()
+        with start_exporter(model, port) as second:
+            assert second.port == port
+
+    def test_listens_on_this_machine_only(self, exporter: Exporter) -> None:
+        assert exporter.port is not None
+        with socket.socket() as other:
+            # Free on another loopback address means that it does not listen on all of them.
+            other.bind(("127.0.0.2", exporter.port))
+
+    @pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 on this machine")
+    def test_ipv6(self, model: nn.Module) -> None:
+        with start_exporter(model, 0, host="::1") as exporter:
+            url = f"http://[::1]:{exporter.port}/metrics"
+            assert b"act_step" in urllib.request.urlopen(url, timeout=5).read()
+
+    def test_a_forked_worker_does_not_hold_the_port(self, model: nn.Module) -> None:
+        exporter = start_exporter(model, 0)
+        port = exporter.port
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:  # a DataLoader worker that outlives its trainer
+            os.close(write)
+            os.read(read, 1)
+            os._exit(0)
+        exporter.close()
+        try:
+            with start_exporter(model, port) as second:
+                assert second.port == port
+        finally:
+            os.close(write)
+            os.close(read)
+            os.waitpid(child, 0)
+
+    def test_variables(self, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        for name, setting in {
+            "ACT_RUN": "from-env",
+            "ACT_PORT": str(port - 1),
+            "ACT_LOG_LEVEL": "debug",
+            "RANK": "9",
+            "LOCAL_RANK": "1",
+        }.items():
+            monkeypatch.setenv(name, setting)
+        with start_exporter(model) as exporter:
+            assert (exporter.run, exporter.port) == ("from-env", port)
+            assert value(exporter, "act_step", rank="9") == 0
+        assert logging.getLogger("act_exporter").level == logging.DEBUG
+        logging.getLogger("act_exporter").setLevel(logging.NOTSET)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"port": 70_000}, "port=70000"),
+            ({"sample_every": 0}, "sample_every=0"),
+            ({"run": ""}, "run must not be empty"),
+        ],
+    )
+    def test_a_wrong_argument_is_named(
+        self, model: nn.Module, options: dict[str, object], message: str
+    ) -> None:
+        with pytest.raises(SettingError, match=message):
+            start_exporter(model, **{"port": 0, **options})  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize("name", ["ACT_PORT", "RANK", "ACT_LOG_LEVEL"])
+    def test_a_wrong_variable_is_named(
+        self, model: nn.Module, monkeypatch: pytest.MonkeyPatch, name: str
+    ) -> None:
+        monkeypatch.setenv(name, "loud")
+        with pytest.raises(SettingError, match=f"{name}='loud'"):
+            start_exporter(model)
+
+    def test_a_model_must_be_a_module(self) -> None:
+        with pytest.raises(SettingError, match="not list"):
+            start_exporter([], 0)  # type: ignore[arg-type]

@@ -1,0 +1,229 @@
+"""What became of each tap over the last steps, and which rules it broke."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from act_exporter import SettingError, StateError, Thresholds
+from act_exporter.history import RULES, History, Layers, Onset
+from act_exporter.layers import Tap
+from act_exporter.statistics import COLUMNS, Column
+
+THRESHOLDS = Thresholds(window=40, window_minimum=10, baseline_steps=10, peak_seconds=120)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def tap(layer: str) -> Tap:
+    return Tap(layer=layer, tensor="output", module=nn.Identity(), kind=layer)
+
+
+class Run:
+    """A history fed with the absmax of each tap; None for a tap that did not run."""
+
+    def __init__(self, *layers: str) -> None:
+        self.clock = Clock()
+        self.history = History([tap(layer) for layer in layers], THRESHOLDS, self.clock)
+        self.step = 0
+
+    def feed(self, *absmax: float | None, nan: int = 0, steps: int = 1) -> Layers:
+        for _ in range(steps):
+            self.step += 1
+            self.clock.now += 1
+            rows = np.zeros((len(absmax), COLUMNS))
+            for row, value in zip(rows, absmax, strict=True):
+                if value is not None:
+                    row[Column.CALLS] = 1
+                    row[Column.NAN] = nan
+                if value is not None and not math.isnan(value):
+                    row[Column.COUNT] = 4
+                    row[Column.SUM_SQUARES] = value**2
+                    row[Column.MIN], row[Column.MAX] = -value, value / 2
+            layers = self.history.observe(self.step, rows, 1e-3)
+        return layers
+
+
+def of(layers: Layers, field: str, rule: str, tap: int = 0) -> float:
+    return float(getattr(layers, field)[RULES.index(rule), tap])  # type: ignore[call-overload]
+
+
+@pytest.fixture
+def run() -> Run:
+    """Settled at 1 for 40 steps."""
+    run = Run("a", "b")
+    run.feed(1.0, 1.0, steps=40)
+    return run
+
+
+class TestPeak:
+    def test_a_spike_is_held_for_two_minutes(self, run: Run) -> None:
+        run.feed(50.0, 1.0)
+        run.clock.now += 110
+        assert run.feed(1.0, 1.0).peak[0] == 50
+        run.clock.now += 20
+        assert run.feed(1.0, 1.0).peak[0] == 1
+
+    def test_is_the_last_step_where_steps_are_slow(self, run: Run) -> None:
+        run.clock.now += 1_000
+        assert run.feed(2.0, 1.0).peak[0] == 2
+
+    def test_is_never_nan(self, run: Run) -> None:
+        assert run.feed(math.nan, 1.0, nan=3).peak[0] == 1
+
+
+class TestHardRule:
+    def test_counts_only_above_a_hundred_times_the_baseline(self, run: Run) -> None:
+        assert of(run.feed(100.0, 1.0), "consecutive", "hard") == 0
+        layers = run.feed(101.0, 1.0)
+        assert of(layers, "consecutive", "hard") == 1
+        assert of(layers, "exceeded_steps", "hard") == 1
+        assert of(layers, "exceeded_steps", "hard", tap=1) == 0
+
+    def test_is_silent_without_a_baseline(self) -> None:
+        run = Run("a")
+        run.feed(1.0, steps=5)
+        assert of(run.feed(1e9), "consecutive", "hard") == 0
+        assert run.history.onset is None
+
+    def test_bad_steps_do_not_enter_the_baseline_of_others(self, run: Run) -> None:
+        run.feed(1e6, 1.0, steps=30)
+        assert list(run.feed(1e6, 1.0).baseline) == [1, 1]
+
+
+class TestConsecutive:
+    def test_counts_steps_in_a_row_and_holds_their_maximum(self, run: Run) -> None:
+        run.feed(500.0, 1.0, steps=3)
+        layers = run.feed(1.0, 1.0)
+        assert of(layers, "consecutive", "hard") == 3
+        run.clock.now += 130
+        assert of(run.feed(1.0, 1.0), "consecutive", "hard") == 0
+
+    def test_a_step_in_which_the_module_did_not_run_says_nothing(self, run: Run) -> None:
+        run.feed(500.0, 1.0, steps=2)
+        run.feed(None, 1.0)
+        assert of(run.feed(500.0, 1.0), "consecutive", "hard") == 3
+
+
+class TestSigmaRule:
+    def test_breaks_above_five_deviations(self, run: Run) -> None:
+        layers = run.feed(1.06, 1.0)  # the deviation of a constant series is 1 % of its mean
+        assert of(layers, "consecutive", "sigma") == 1
+        assert of(layers, "consecutive", "hard") == 0
+
+    def test_is_no_onset(self, run: Run) -> None:
+        run.feed(2.0, 1.0, steps=5)
+        assert run.history.onset is None
+
+
+class TestNonFinite:
+    def test_counts_elements_and_steps(self, run: Run) -> None:
+        run.feed(1.0, 1.0, nan=2)
+        layers = run.feed(math.nan, 1.0, nan=2)
+        assert list(layers.nonfinite[:, 0]) == [4, 0, 0]
+        assert of(layers, "consecutive", "nonfinite") == 2
+
+    def test_does_not_enter_the_window(self, run: Run) -> None:
+        before = run.feed(1.0, 1.0).window_mean[0]
+        assert run.feed(math.nan, math.nan, nan=1, steps=60).window_mean[0] == before
+
+
+class TestOnset:
+    def test_is_the_first_bad_step_and_its_first_layer(self, run: Run) -> None:
+        run.feed(1.0, 500.0)
+        run.feed(500.0, 500.0)
+        assert run.history.onset == Onset(41, "b", "output", "hard")
+
+    def test_of_two_rules_in_one_step_the_first_layer_counts(self, run: Run) -> None:
+        run.feed(math.nan, 500.0, nan=1)
+        assert run.history.onset == Onset(41, "a", "output", "nonfinite")
+
+    def test_a_reset_forgets_it_with_peaks_and_counts(self, run: Run) -> None:
+        run.feed(500.0, 1.0, steps=5)
+        run.history.reset()
+        assert run.history.onset is None
+        layers = run.feed(1.0, 1.0)
+        assert (layers.peak[0], of(layers, "consecutive", "hard")) == (1, 0)
+        assert of(layers, "exceeded_steps", "hard") == 5  # a counter never falls
+        assert layers.baseline[0] == 1
+
+
+class TestRebaseline:
+    def test_learns_anew(self, run: Run) -> None:
+        run.history.rebaseline()
+        assert np.isnan(run.feed(7.0, 1.0).baseline[0])
+        assert run.feed(7.0, 1.0, steps=20).baseline[0] == 7
+
+
+class TestState:
+    def test_goes_on_as_if_nothing_had_happened(self, run: Run) -> None:
+        other = Run("a", "b")
+        other.history.load_state_dict(run.history.state_dict())
+        ours, theirs = run.feed(1.5, 1.1), other.feed(1.5, 1.1)
+        for name in ("baseline", "window_mean", "window_std"):
+            assert list(getattr(ours, name)) == list(getattr(theirs, name))
+
+    def test_taps_are_matched_by_name(self, run: Run) -> None:
+        run.feed(1.0, 1.04, steps=5)
+        other = Run("new", "b", "a")
+        other.history.load_state_dict(run.history.state_dict())
+        layers = other.feed(1.0, 1.0, 1.0)
+        assert np.isnan(layers.baseline[0])
+        assert list(layers.baseline[1:]) == [1, 1]
+        assert layers.window_mean[1] > layers.window_mean[2]
+
+    def test_can_be_saved_with_weights_only(self, run: Run, tmp_path: object) -> None:
+        path = f"{tmp_path}/state.pt"
+        torch.save(run.history.state_dict(), path)
+        Run("a", "b").history.load_state_dict(torch.load(path, weights_only=True))
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            (lambda state: state.pop("window"), "'window' is missing"),
+            (lambda state: state.update(version=9), "version 9 is not known"),
+            (lambda state: state.update(taps="a"), "taps: expected list"),
+            (lambda state: state["window"].update(count=None), "count: expected Tensor"),
+            (
+                lambda state: state["window"].update(values=torch.zeros(3, 2)),
+                "expected torch.float64 of",
+            ),
+            (
+                lambda state: state["baseline"].update(values=torch.zeros(9, dtype=torch.float64)),
+                "not of 2 taps",
+            ),
+        ],
+        ids=["missing", "version", "type", "nested", "shape", "taps"],
+    )
+    def test_a_mangled_state_changes_nothing(self, run: Run, change: object, message: str) -> None:
+        state = run.history.state_dict()
+        change(state)  # type: ignore[operator]
+        other = Run("a", "b")
+        other.feed(1.0, 1.0, steps=20)
+        with pytest.raises(StateError, match=message):
+            other.history.load_state_dict(state)
+        assert other.feed(1.0, 1.0).baseline[0] == 1
+
+
+class TestThresholds:
+    @pytest.mark.parametrize(
+        "wrong",
+        [{"hard": 0}, {"sigma": -1.0}, {"window": 2.5}, {"peak_seconds": "1m"}, {"hard": True}],
+    )
+    def test_name_the_wrong_one(self, wrong: dict[str, object]) -> None:
+        with pytest.raises(SettingError, match=next(iter(wrong))):
+            Thresholds(**wrong)  # type: ignore[arg-type]
+
+    def test_a_window_that_never_fills_is_an_error(self) -> None:
+        with pytest.raises(SettingError, match="window_minimum=200"):
+            Thresholds(window=100)

@@ -1,0 +1,222 @@
+"""What the hooks count, and what they leave alone."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from act_exporter.layers import Watch, find_taps
+from act_exporter.probe import Probe, Sample
+from act_exporter.statistics import Column, Statistics
+from tests.act_exporter.models import Checkpointed, HybridBlock, gpt
+
+
+class Watched:
+    """A probe on a model, and what it saw by layer."""
+
+    def __init__(self, model: nn.Module, watch: Watch = "sublayers") -> None:
+        self.taps = find_taps(model, watch)
+        self.errors: list[str] = []
+        self.probe = Probe(
+            model,
+            self.taps,
+            exceed_threshold=100,
+            on_error=lambda stage, error: self.errors.append(f"{stage}: {error}"),
+        )
+
+    def sample(self) -> Sample:
+        self.probe.take(1)
+        (sample,) = self.probe.arrived()
+        return sample
+
+    def calls(self) -> dict[str, int]:
+        rows = self.sample().rows[:, Column.CALLS].astype(int).tolist()
+        return {
+            f"{tap.layer} {tap.tensor}": count for tap, count in zip(self.taps, rows, strict=True)
+        }
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(0, 256, (2, 8))
+
+
+class TestWhatCounts:
+    def test_a_training_forward(self) -> None:
+        model = gpt()
+        watched = Watched(model)
+        model(tokens())
+        assert set(watched.calls().values()) == {1}
+
+    def test_the_numbers_are_those_of_the_tensor(self) -> None:
+        model = gpt()
+        watched = Watched(model, "norm")
+        seen = []
+        model.norm.register_forward_hook(lambda *args: seen.append(args[-1].detach()))
+        model(tokens())
+        found = Statistics.of(watched.sample().rows)
+        assert found.absmax[0] == pytest.approx(float(seen[0].abs().max()))
+        assert found.std[0] == pytest.approx(float(seen[0].std(unbiased=False)), rel=1e-5)
+
+    def test_not_an_evaluation_in_the_middle_of_training(self) -> None:
+        model = gpt()
+        watched = Watched(model)
+        model.eval()
+        model(tokens())
+        model.train()
+        with torch.no_grad():
+            model(tokens())
+        assert set(watched.calls().values()) == {0}
+
+    @pytest.mark.parametrize("reentrant", [True, False])
+    def test_a_checkpointed_block_once(self, reentrant: bool) -> None:
+        model = Checkpointed(reentrant)
+        watched = Watched(model)
+        model(torch.randn(2, 4, requires_grad=True)).sum().backward()
+        assert set(watched.calls().values()) == {1}
+
+    def test_micro_batches_are_one_sample(self) -> None:
+        model = gpt()
+        watched = Watched(model, "norm")
+        for _ in range(3):
+            model(tokens())
+        assert watched.calls() == {"norm output": 3}
+        assert watched.calls() == {"norm output": 0}
+
+    def test_a_module_called_three_times_is_merged(self) -> None:
+        model = nn.Sequential(HybridBlock(4), HybridBlock(4))
+        watched = Watched(model)
+        model(torch.randn(1, 5, 4))
+        assert watched.calls()["0.out_proj output"] == 3
+
+    def test_nothing_while_paused_or_between_samples(self) -> None:
+        model = gpt()
+        watched = Watched(model)
+        watched.probe.paused = True
+        model(tokens())
+        watched.probe.paused, watched.probe.sampling = False, False
+        model(tokens())
+        assert set(watched.calls().values()) == {0}
+
+    def test_inputs_that_come_as_keywords(self) -> None:
+        class Attention(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.proj = nn.Linear(4, 4)
+
+            def forward(self, *, mask: None = None, hidden: torch.Tensor) -> torch.Tensor:
+                out: torch.Tensor = self.proj(hidden)
+                return out
+
+        class Block(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.attention = Attention()
+
+            def forward(self, x: torch.Tensor) -> dict[str, object]:
+                return {"extra": None, "states": [self.attention(hidden=x)]}
+
+        class Model(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layers = nn.ModuleList([Block(), Block()])
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                for layer in self.layers:
+                    x = layer(x)["states"][0]
+                return x
+
+        model = Model()
+        watched = Watched(model)
+        model(torch.randn(2, 4))
+        assert set(watched.calls().values()) == {1}
+
+
+class TestErrors:
+    def test_a_failing_hook_is_told_and_the_forward_goes_on(self) -> None:
+        class Trap(dict):  # type: ignore[type-arg]
+            def values(self) -> None:  # type: ignore[override]
+                raise RuntimeError("trap")
+
+        class Layer(nn.Module):
+            def forward(self, x: torch.Tensor) -> Trap:
+                return Trap(x=x)
+
+        model = nn.Sequential(nn.Linear(2, 2), Layer())
+        watched = Watched(model, "1")
+        assert "x" in model(torch.ones(1, 2))
+        assert watched.errors == ["hook: trap"]
+
+    def test_a_failing_reduction_is_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(*_: object) -> None:
+            raise RuntimeError("no memory")
+
+        monkeypatch.setattr("act_exporter.statistics.add_on_cpu", fail)
+        model = gpt()
+        watched = Watched(model, "norm")
+        model(tokens())
+        assert watched.errors == ["hook: no memory"]
+
+    def test_outputs_without_elements_are_called_and_no_error(self) -> None:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Identity())
+        watched = Watched(model, "1")
+        for x in (torch.empty(0, 2), torch.ones(1, 2)):
+            model(x)
+        assert watched.calls() == {"1 output": 2}
+        assert watched.errors == []
+
+
+class TestModel:
+    def test_a_copy_or_a_pickle_is_not_watched(self) -> None:
+        model = gpt()
+        watched = Watched(model)
+        buffer = io.BytesIO()
+        torch.save(model, buffer)
+        buffer.seek(0)
+        for other in (
+            copy.deepcopy(model),
+            pickle.loads(pickle.dumps(model)),
+            torch.load(buffer, weights_only=False),
+        ):
+            other(tokens())
+        assert set(watched.calls().values()) == {0}
+        model(tokens())
+        assert set(watched.calls().values()) == {1}
+
+    def test_two_probes_do_not_mix(self) -> None:
+        model = gpt()
+        first, second = Watched(model, "norm"), Watched(model, "norm")
+        first.probe.close()
+        model(tokens())
+        assert first.calls() == {"norm output": 0}
+        assert second.calls() == {"norm output": 1}
+
+    @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+    def test_one_compiled_graph_without_a_break(self, backend: str) -> None:
+        torch._dynamo.reset()
+        model = gpt()
+        watched = Watched(model)
+        compiled = torch.compile(model, backend=backend, fullgraph=True)
+        for sampling in (True, False, True):
+            watched.probe.sampling = sampling
+            with torch._dynamo.config.patch(error_on_recompile=True):
+                compiled(tokens()).sum().backward()
+        assert set(watched.calls().values()) == {2}
+        model.eval()
+        compiled(tokens())
+        assert set(watched.calls().values()) == {0}
+        assert watched.errors == []
+
+
+class TestRecord:
+    def test_a_recorded_tensor_is_as_it_was_then(self) -> None:
+        watched = Watched(gpt())
+        loss = torch.tensor(4.0, requires_grad=True) * 1
+        watched.probe.record({"loss": loss})
+        loss.detach().div_(4)
+        assert watched.sample().values == {"loss": 4.0}
+        assert watched.sample().values == {}

@@ -1,0 +1,488 @@
+"""The shipped alertmanager.yml: its routes by amtool, and its messages by a real Alertmanager."""
+
+from __future__ import annotations
+
+import contextlib
+import email
+import email.policy
+import json
+import subprocess
+import threading
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from aiosmtpd.controller import Controller
+from aiosmtpd.smtp import AuthResult, Envelope, LoginPassword
+
+from tests.servers import REPOSITORY, Server, binary, free_port, running, wait_for
+
+CONFIG = REPOSITORY / "alerting" / "alertmanager.yml"
+RULES = sorted((REPOSITORY / "prometheus" / "rules").glob("*.yml"))
+CASES = sorted((REPOSITORY / "tests" / "prometheus").glob("*.yml"))
+
+TRAINER_AND_PEOPLE = "trainer,people"
+RECEIVERS = {
+    "ActLayerAboveBaseline": TRAINER_AND_PEOPLE,
+    "ActLayerNonFinite": TRAINER_AND_PEOPLE,
+    "ActRunaway": TRAINER_AND_PEOPLE,
+    "ActLayerAboveWindow": "dashboard",
+    "ActLayerAboveWindowSustained": "people",
+    "ActExporterDown": "people",
+    "ActTrainerStalled": "people",
+}
+
+CHAT_SECRET = "chat-secret"
+MAIL_SECRET = "mail-secret"
+TOKEN = "receiver-token"
+
+
+def amtool(*arguments: str | Path) -> str:
+    done = subprocess.run(
+        [binary("amtool"), *map(str, arguments)], capture_output=True, text=True, timeout=60
+    )
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output
+    return output
+
+
+def seen_firing(alertname: str) -> dict[str, Any]:
+    """The labels and annotations with which promtool's cases see an alert come out of the rules."""
+    for path in CASES:
+        for test in yaml.safe_load(path.read_text())["tests"]:
+            for case in test["alert_rule_test"]:
+                if case["alertname"] == alertname and case["exp_alerts"]:
+                    first: dict[str, Any] = case["exp_alerts"][0]
+                    return first
+    raise LookupError(f"no promtool case in which {alertname} fires")
+
+
+def labels_of(alertname: str) -> dict[str, str]:
+    return {"alertname": alertname, **seen_firing(alertname)["exp_labels"]}
+
+
+class TestRoutes:
+    config = yaml.safe_load(CONFIG.read_text())
+
+    def route(self, labels: dict[str, str], receivers: str) -> None:
+        pairs = [f"{name}={value}" for name, value in labels.items()]
+        amtool(
+            "config",
+            "routes",
+            "test",
+            f"--config.file={CONFIG}",
+            f"--verify.receivers={receivers}",
+            *pairs,
+        )
+
+    def test_configuration_is_valid(self) -> None:
+        assert "SUCCESS" in amtool("check-config", CONFIG)
+
+    def test_every_alert_of_the_rules_has_its_receivers_here(self) -> None:
+        names = {
+            rule["alert"]
+            for path in RULES
+            for group in yaml.safe_load(path.read_text())["groups"]
+            for rule in group["rules"]
+            if "alert" in rule
+        }
+        assert set(RECEIVERS) == names
+
+    @pytest.mark.parametrize(("alertname", "receivers"), RECEIVERS.items())
+    def test_alert_reaches(self, alertname: str, receivers: str) -> None:
+        self.route(labels_of(alertname), receivers)
+
+    def test_a_request_without_a_run_reaches_people_only(self) -> None:
+        labels = {**labels_of("ActRunaway"), "run": ""}
+        self.route(labels, "people")
+        del labels["run"]
+        self.route(labels, "people")
+
+    def test_an_alert_that_nobody_thought_of_reaches_people(self) -> None:
+        self.route({"alertname": "DiskFull", "instance": "a:9100"}, "people")
+
+    def test_an_unknown_action_reaches_people_only(self) -> None:
+        self.route({**labels_of("ActRunaway"), "action": "recover-all"}, "people")
+
+    def test_times_for_people_and_for_the_trainer(self) -> None:
+        root = self.config["route"]
+        times = ("group_wait", "group_interval", "repeat_interval")
+        assert [root[time] for time in times] == ["30s", "5m", "60m"]
+        assert root["group_by"] == ["run"]
+        trainer = root["routes"][0]
+        assert [trainer[time] for time in times] == ["0s", "10s", "5m"]
+        assert trainer["group_by"] == ["run", "action"]
+
+    def test_alerts_are_silenced_only_where_both_have_a_layer(self) -> None:
+        """Labels that are missing on both sides count as equal."""
+        for rule in self.config["inhibit_rules"]:
+            assert 'layer=~".+"' in rule["source_matchers"]
+            assert 'layer=~".+"' in rule["target_matchers"]
+
+    def test_no_secret_is_in_the_file(self) -> None:
+        def keys(node: Any) -> Iterator[str]:
+            if isinstance(node, dict):
+                for key, value in node.items():
+                    yield key
+                    yield from keys(value)
+            elif isinstance(node, list):
+                for value in node:
+                    yield from keys(value)
+
+        secrets = {"api_url", "slack_api_url", "smtp_auth_password", "auth_password"}
+        secrets |= {"credentials", "bearer_token", "password", "smtp_auth_secret"}
+        assert secrets.isdisjoint(keys(self.config))
+
+
+@dataclass
+class Post:
+    """One HTTP request that a stand-in was sent."""
+
+    path: str
+    authorization: str | None
+    size: int
+    body: Any
+
+
+@dataclass
+class StandIn:
+    """An HTTP server on loopback that answers 200 and remembers."""
+
+    posts: list[Post] = field(default_factory=list)
+    port: int = 0
+
+    @contextlib.contextmanager
+    def serving(self) -> Iterator[StandIn]:
+        posts = self.posts
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                token = self.headers["Authorization"]
+                posts.append(Post(self.path, token, len(body), json.loads(body)))
+                self.send_response(200)
+                self.send_header("Content-Length", "2")
+                self.end_headers()
+                self.wfile.write(b"ok")
+
+            def log_message(self, *args: Any) -> None:
+                pass
+
+        with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+            self.port = server.server_port
+            thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+            thread.start()
+            try:
+                yield self
+            finally:
+                server.shutdown()
+                thread.join()
+
+
+@dataclass
+class Mailbox:
+    """An SMTP server on loopback that asks for a login and remembers."""
+
+    logins: list[tuple[str, str]] = field(default_factory=list)
+    mails: list[email.message.EmailMessage] = field(default_factory=list)
+    port: int = field(default_factory=free_port)
+
+    async def handle_DATA(self, server: Any, session: Any, envelope: Envelope) -> str:  # noqa: N802
+        if not session.authenticated:
+            return "530 5.7.0 Authentication required"
+        content = envelope.content
+        assert isinstance(content, bytes)
+        self.mails.append(email.message_from_bytes(content, policy=email.policy.default))  # type: ignore[arg-type]
+        return "250 OK"
+
+    def authenticate(
+        self, server: Any, session: Any, envelope: Any, mechanism: str, data: Any
+    ) -> AuthResult:
+        assert isinstance(data, LoginPassword)
+        self.logins.append((data.login.decode(), data.password.decode()))
+        return AuthResult(success=data.password.decode() == MAIL_SECRET)
+
+    @contextlib.contextmanager
+    def serving(self) -> Iterator[Mailbox]:
+        controller = Controller(
+            self,
+            hostname="127.0.0.1",
+            port=self.port,
+            authenticator=self.authenticate,
+            auth_require_tls=False,
+            # aiosmtpd words the prompts of LOGIN as Alertmanager does not expect them.
+            auth_exclude_mechanism=["LOGIN"],
+        )
+        controller.start()
+        try:
+            yield self
+        finally:
+            controller.stop()
+
+
+def replaced(node: Any, replacements: dict[str, str], used: set[str]) -> Any:
+    """The configuration with whole values replaced; `used` collects those that were found."""
+    if isinstance(node, dict):
+        return {key: replaced(value, replacements, used) for key, value in node.items()}
+    if isinstance(node, list):
+        return [replaced(value, replacements, used) for value in node]
+    if node in replacements:
+        used.add(node)
+        return replacements[node]
+    return node
+
+
+def render(folder: Path, chat: StandIn, mailbox: Mailbox, receiver: StandIn) -> Path:
+    """The shipped file with the addresses and secrets of this machine, and shorter waits."""
+
+    def secret(name: str, value: str) -> str:
+        path = folder / name
+        path.write_text(value)
+        path.chmod(0o400)
+        return str(path)
+
+    chat_url = f"http://127.0.0.1:{chat.port}/services/{CHAT_SECRET}"
+    replacements = {
+        "/etc/act/chat-url": secret("chat-url", chat_url),
+        "/etc/act/smtp-password": secret("smtp-password", MAIL_SECRET),
+        "/etc/act/receiver-token": secret("receiver-token", TOKEN),
+        "mail.example.com:587": f"127.0.0.1:{mailbox.port}",
+        "http://localhost:9464/alerts": f"http://127.0.0.1:{receiver.port}/alerts",
+    }
+    used: set[str] = set()
+    config = replaced(yaml.safe_load(CONFIG.read_text()), replacements, used)
+    assert used == set(replacements), "the shipped file no longer has these values"
+    config["global"]["smtp_require_tls"] = False  # loopback, and the stand-in has no certificate
+    config["route"]["group_wait"] = "500ms"
+    config["route"]["group_interval"] = "1s"
+    config["route"]["routes"][0]["group_interval"] = "1s"
+    path = folder / "alertmanager.yml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+@dataclass
+class Delivery:
+    """A running Alertmanager and those whom it tells."""
+
+    server: Server
+    url: str
+    chat: StandIn
+    mailbox: Mailbox
+    receiver: StandIn
+
+    def fire(self, *alerts: dict[str, Any]) -> None:
+        """Hand alerts over as Prometheus does."""
+        request = urllib.request.Request(
+            f"{self.url}/api/v2/alerts",
+            data=json.dumps(alerts).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            assert answer.status == 200
+
+    def messages(self, run: str) -> list[dict[str, Any]]:
+        """The chat messages about a run."""
+        attachments = [post.body["attachments"][0] for post in self.chat.posts]
+        return [attachment for attachment in attachments if run in attachment["title"]]
+
+    def mails(self, run: str) -> list[email.message.EmailMessage]:
+        return [mail for mail in self.mailbox.mails if run in mail["Subject"]]
+
+    def requests(self, run: str) -> list[dict[str, Any]]:
+        """What the receiver was sent about a run."""
+        bodies = [post.body for post in self.receiver.posts]
+        return [body for body in bodies if body["groupLabels"]["run"] == run]
+
+    def wait_for(self, probe: Callable[[], Any], what: str) -> Any:
+        return self.server.wait_for(probe, what)
+
+    def settle(self) -> None:
+        """Wait until Alertmanager has looked at every group again, so that what is absent now
+        stays absent: an alert of a fresh group is told later than all that came before it."""
+        run = f"settled-{len(self.chat.posts)}"
+        for round_ in ("one", "two"):
+            self.fire(alert("ActTrainerStalled", run=f"{run}-{round_}"))
+            wait_for(lambda name=f"{run}-{round_}": self.messages(name), "the marking message")
+
+
+def alert(alertname: str, resolved: bool = False, **labels: str) -> dict[str, Any]:
+    """An alert as the rules make it, with some labels replaced, in its annotations too."""
+    original = labels_of(alertname)
+    annotations = seen_firing(alertname)["exp_annotations"]
+    for name, value in labels.items():
+        annotations = {
+            key: text.replace(original[name], value) for key, text in annotations.items()
+        }
+    content = {"labels": {**original, **labels}, "annotations": annotations}
+    if resolved:
+        content["endsAt"] = datetime.now(UTC).isoformat()
+    return content
+
+
+@pytest.fixture(scope="module")
+def delivery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Delivery]:
+    folder = tmp_path_factory.mktemp("alertmanager")
+    with contextlib.ExitStack() as stack:
+        chat = stack.enter_context(StandIn().serving())
+        receiver = stack.enter_context(StandIn().serving())
+        mailbox = stack.enter_context(Mailbox().serving())
+        port = free_port()
+        argv = [
+            binary("alertmanager"),
+            f"--config.file={render(folder, chat, mailbox, receiver)}",
+            f"--storage.path={folder / 'data'}",
+            f"--web.listen-address=127.0.0.1:{port}",
+            "--cluster.listen-address=",  # no gossip with others on the network
+        ]
+        server = stack.enter_context(running("alertmanager", argv, folder))
+        url = f"http://127.0.0.1:{port}"
+
+        def is_ready() -> bool:
+            with urllib.request.urlopen(f"{url}/-/ready", timeout=5) as answer:
+                return bool(answer.status == 200)
+
+        server.wait_for(is_ready, "readiness")
+        yield Delivery(server, url, chat, mailbox, receiver)
+
+
+class TestDelivery:
+    def test_a_storm_is_one_message_and_one_mail(self, delivery: Delivery) -> None:
+        storm = [
+            alert("ActLayerAboveBaseline", run="storm", layer=f"h.{layer}.mlp")
+            for layer in range(40)
+        ]
+        delivery.fire(*storm, alert("ActRunaway", run="storm"))
+        delivery.wait_for(lambda: delivery.messages("storm"), "a chat message")
+        delivery.wait_for(lambda: delivery.mails("storm"), "a mail")
+        delivery.settle()
+
+        (message,) = delivery.messages("storm")
+        assert message["title"] == "41 firing: run storm"
+        lines = message["text"].splitlines()
+        assert len([line for line in lines if line.startswith("Act")]) == 8
+        assert "... the first 8 of 41" in lines
+        assert any(line.startswith("Worst layers: h.") for line in lines)
+        assert any(line.startswith("Runbook: https://github.com/act-exporter") for line in lines)
+        assert "runbook.md#act" in message["title_link"]
+        # The strictest of the chat tools takes 2,048 bytes.
+        assert len(message["text"].encode()) < 2048
+
+        (mail,) = delivery.mails("storm")
+        assert mail["Subject"] == "41 firing: run storm"
+        assert mail["To"] == "oncall@example.com"
+        body = mail.get_body(("plain",))
+        assert body is not None
+        assert "Worst layers: h." in body.get_content()
+        assert mail.get_body(("html",)) is None
+
+    def test_secrets_come_from_their_files(self, delivery: Delivery) -> None:
+        delivery.fire(alert("ActRunaway", run="secrets"))
+        delivery.wait_for(lambda: delivery.messages("secrets"), "a chat message")
+        delivery.wait_for(lambda: delivery.mails("secrets"), "a mail")
+        delivery.wait_for(lambda: delivery.requests("secrets"), "a delivery to the receiver")
+        assert {post.path for post in delivery.chat.posts} == {f"/services/{CHAT_SECRET}"}
+        assert set(delivery.mailbox.logins) == {("alertmanager@example.com", MAIL_SECRET)}
+        assert {post.authorization for post in delivery.receiver.posts} == {f"Bearer {TOKEN}"}
+        assert {post.path for post in delivery.receiver.posts} == {"/alerts"}
+
+    def test_the_receiver_gets_each_action_of_a_run_by_itself(self, delivery: Delivery) -> None:
+        delivery.fire(
+            alert("ActLayerAboveBaseline", run="two-actions"),
+            alert("ActLayerNonFinite", run="two-actions"),
+            alert("ActRunaway", run="two-actions"),
+            alert("ActLayerAboveWindowSustained", run="two-actions", layer="h.9.mlp"),
+        )
+
+        # Without a group_wait the first delivery may hold one of two alerts that came together,
+        # and the next both.
+        def names(action: str) -> set[str]:
+            return {
+                alert["labels"]["alertname"]
+                for body in delivery.requests("two-actions")
+                if body["groupLabels"]["action"] == action
+                for alert in body["alerts"]
+            }
+
+        checkpoint = {"ActLayerAboveBaseline", "ActLayerNonFinite"}
+        delivery.wait_for(lambda: names("checkpoint") == checkpoint, "the checkpoint's alerts")
+        delivery.wait_for(lambda: names("recover") == {"ActRunaway"}, "the recovery's alert")
+        delivery.settle()
+        assert names("checkpoint") == checkpoint
+        assert names("recover") == {"ActRunaway"}
+        recoveries = [
+            body
+            for body in delivery.requests("two-actions")
+            if body["groupLabels"]["action"] == "recover"
+        ]
+        assert len(recoveries) == 1
+
+    def test_the_receiver_is_sent_a_hundred_alerts_at_most(self, delivery: Delivery) -> None:
+        delivery.fire(
+            *(alert("ActLayerAboveBaseline", run="large", layer=f"h.{n}") for n in range(150))
+        )
+        delivery.wait_for(
+            lambda: any(
+                len(body["alerts"]) + body["truncatedAlerts"] == 150
+                for body in delivery.requests("large")
+            ),
+            "a delivery about all 150",
+        )
+        assert max(len(body["alerts"]) for body in delivery.requests("large")) == 100
+        # The receiver takes 1 MiB; annotations may grow eightfold.
+        assert max(post.size for post in delivery.receiver.posts) < 2**20 / 8
+
+    def test_single_steps_above_the_window_are_told_to_nobody(self, delivery: Delivery) -> None:
+        delivery.fire(alert("ActLayerAboveWindow", run="quiet"))
+        delivery.settle()
+        assert delivery.messages("quiet") == []
+        assert delivery.mails("quiet") == []
+        assert delivery.requests("quiet") == []
+
+    def test_the_worse_alert_silences_the_other_of_its_layer_only(self, delivery: Delivery) -> None:
+        delivery.fire(
+            alert("ActLayerAboveBaseline", run="silenced", layer="h.1.mlp"),
+            alert("ActLayerAboveWindowSustained", run="silenced", layer="h.1.mlp"),
+            alert("ActLayerAboveWindowSustained", run="silenced", layer="h.2.mlp"),
+        )
+        (message,) = delivery.wait_for(lambda: delivery.messages("silenced"), "a chat message")
+        assert "h.1.mlp output of silenced reached" in message["text"]
+        assert "h.2.mlp output of silenced was over 5" in message["text"]
+        assert "h.1.mlp output of silenced was over 5" not in message["text"]
+
+    def test_the_end_is_told_in_the_chat_and_nowhere_else(self, delivery: Delivery) -> None:
+        delivery.fire(alert("ActRunaway", run="ended"))
+        delivery.wait_for(lambda: delivery.messages("ended"), "a chat message")
+        delivery.wait_for(lambda: delivery.mails("ended"), "a mail")
+        delivery.wait_for(lambda: delivery.requests("ended"), "a delivery")
+        delivery.fire(alert("ActRunaway", run="ended", resolved=True))
+        delivery.wait_for(lambda: len(delivery.messages("ended")) == 2, "the end in the chat")
+        delivery.settle()
+        assert delivery.messages("ended")[1]["title"] == "over: run ended"
+        assert "over: ActRunaway" in delivery.messages("ended")[1]["text"]
+        assert len(delivery.mails("ended")) == 1
+        assert len(delivery.requests("ended")) == 1
+
+    def test_a_second_anomaly_of_a_run_reaches_the_receiver_again(self, delivery: Delivery) -> None:
+        delivery.fire(alert("ActRunaway", run="again"))
+        delivery.wait_for(lambda: len(delivery.requests("again")) == 1, "the first delivery")
+        delivery.wait_for(lambda: delivery.messages("again"), "a chat message")
+        delivery.fire(alert("ActRunaway", run="again", resolved=True))
+        delivery.wait_for(lambda: len(delivery.messages("again")) == 2, "the end in the chat")
+        delivery.settle()
+        delivery.fire(alert("ActRunaway", run="again"))
+        delivery.wait_for(lambda: len(delivery.requests("again")) == 2, "the second delivery")
+
+    def test_an_exporter_without_a_run_is_told_to_people(self, delivery: Delivery) -> None:
+        delivery.fire(alert("ActExporterDown"))
+        (message,) = delivery.wait_for(
+            lambda: delivery.messages("ActExporterDown"), "a chat message"
+        )
+        assert message["title"] == "1 firing: ActExporterDown"
+        delivery.wait_for(lambda: delivery.mails("ActExporterDown"), "a mail")
