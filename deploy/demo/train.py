@@ -73,7 +73,8 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attn(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
+        out: torch.Tensor = x + self.mlp(self.norm2(x))
+        return out
 
 
 class GPT(nn.Module):
@@ -204,7 +205,7 @@ def main() -> None:
         with autocast:
             logits = model(inputs.to(device))
             loss = F.cross_entropy(logits.flatten(0, 1), targets.to(device).flatten())
-        scaler.scale(loss).backward()
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         scaler.unscale_(optimizer)
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         # (4) Optional: loss and gradient norm on the same page.
@@ -222,7 +223,7 @@ def main() -> None:
 def inject_fault(model: nn.Module, layer: str, factor: float) -> None:
     """What a bad kernel or a flipped bit can do to a weight."""
     with torch.no_grad():
-        model.get_submodule(layer).weight.mul_(factor)
+        model.get_parameter(f"{layer}.weight").mul_(factor)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,191 @@
+"""`act-alerting`: the receiver's command line, the one place that reads the environment.
+
+Exit codes: 0 after a clean end, 1 when the port is in use, 2 when a setting is wrong. typer and the
+server are imported when used: without the extra `alerting` this says how to get them.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import logging
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from alerting.exceptions import ConfigError
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    import typer
+
+    from alerting.settings import Settings
+
+log = logging.getLogger(__name__)
+
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+GRACE_SECONDS = 3
+"""How long open connections may finish after SIGTERM; what is cut off is sent again."""
+
+SERVE_HELP = """Receive Alertmanager's notifications and ask the trainers for backups and rollbacks.
+
+Alertmanager posts to http://ADDRESS/alerts with the token of the token file. Each notification is
+recorded in the database first; then the run that it names is looked up among the folders in the
+runs folder, and a request is put into its control directory, where the trainer's guard finds it.
+
+Example:
+
+```
+(umask 077; openssl rand -hex 32 > receiver-token)
+act-alerting serve --runs runs --database db.sqlite \\
+    --token-file receiver-token
+```
+
+The config file holds the same keys and more, each with its reason: see alerting/receiver.yml.
+What is given here wins over the file. ACT_LOG_LEVEL is DEBUG, INFO (default), WARNING or ERROR."""
+
+
+def main() -> None:
+    """Entry point of `act-alerting`."""
+    needed = ("typer", "fastapi", "uvicorn", "pydantic")
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    if missing:
+        _fail(f"not installed: {', '.join(missing)}. Run: pip install 'act-exporter[alerting]'", 1)
+    _application()()
+
+
+def _application() -> typer.Typer:
+    import typer
+
+    # Plain tracebacks: typer's show the values of locals, and one of those is the token.
+    app = typer.Typer(
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="markdown",
+        add_completion=False,
+        help="From Alertmanager's notifications to requests that a trainer's guard acts on.",
+    )
+
+    def print_version(wanted: bool) -> None:
+        if wanted:
+            typer.echo(f"act-alerting {importlib.metadata.version('act-exporter')}")
+            raise typer.Exit
+
+    @app.callback()
+    def common(
+        version: bool = typer.Option(
+            False, "--version", help="Print the version.", callback=print_version, is_eager=True
+        ),
+    ) -> None:
+        pass
+
+    @app.command(help=SERVE_HELP)
+    def serve(
+        config: Path | None = typer.Option(
+            None, envvar="ACT_RECEIVER_CONFIG", help="YAML file with the settings."
+        ),
+        listen: str | None = typer.Option(None, help="HOST:PORT; port 0 takes a free one."),
+        runs: Path | None = typer.Option(None, help="Folder that holds the run folders."),
+        database: Path | None = typer.Option(None, help="SQLite file; made if it is not there."),
+        token_file: Path | None = typer.Option(None, help="File with the bearer token, mode 600."),
+    ) -> None:
+        from alerting.settings import load_settings
+
+        try:
+            level = _log_level(os.environ.get("ACT_LOG_LEVEL", "INFO"))
+            options = {
+                "listen": listen,
+                "runs": runs,
+                "database": database,
+                "token_file": token_file,
+            }
+            settings = load_settings(config, options)
+            logging.basicConfig(
+                level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+            )
+            _serve(settings)
+        except ConfigError as error:
+            _fail(str(error), 2)
+
+    return app
+
+
+def _serve(settings: Settings) -> None:
+    import uvicorn
+    from prometheus_client import CollectorRegistry
+
+    from alerting.receiver import create_app
+    from alerting.store import Store
+
+    # Before the database: a second receiver started by mistake fails at the port, its first clash.
+    listener = _listen(settings.host, settings.port)
+    with listener:
+        store = Store(settings.database)
+        try:
+            app = create_app(settings, store, registry=CollectorRegistry())
+            server = uvicorn.Server(
+                uvicorn.Config(
+                    app,
+                    lifespan="on",  # without its worker it must not start
+                    log_config=None,
+                    access_log=False,
+                    server_header=False,
+                    timeout_graceful_shutdown=GRACE_SECONDS,
+                )
+            )
+
+            def end(_number: int, _frame: FrameType | None) -> None:
+                server.should_exit = True
+
+            # uvicorn's own handlers end it cleanly and then raise the signal again, which would
+            # end the process before the database is closed.
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, end)
+            host, port = listener.getsockname()[:2]
+            log.info("Listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
+            if not settings.runs.is_dir():
+                log.warning("The runs folder %s does not exist yet.", settings.runs)
+            server.run(sockets=[listener])
+        finally:
+            store.close()
+    log.info("Ended.")
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        # With the protocol: asyncio sets TCP_NODELAY only where it is named, and without that each
+        # answer waits 40 ms for the sender's delayed acknowledgement.
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        _fail(f"{host} is no address to listen on: {error.strerror}.", 2)
+    # Else a restart fails for a minute while old connections are in TIME_WAIT.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+        listener.listen()
+    except OSError as error:
+        listener.close()
+        _fail(f"Cannot listen on {host}:{port}: {error.strerror}.", 1)
+    return listener
+
+
+def _log_level(name: str) -> str:
+    if name.upper() not in LOG_LEVELS:
+        raise ConfigError(f"ACT_LOG_LEVEL: must be one of {', '.join(LOG_LEVELS)}, not {name!r}.")
+    return name.upper()
+
+
+def _fail(sentence: str, code: int) -> NoReturn:
+    sys.stderr.write(f"act-alerting: {sentence}\n")
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

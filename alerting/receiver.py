@@ -1,0 +1,194 @@
+"""The webhook receiver's HTTP side: what Alertmanager posts is recorded, and only then acted upon.
+
+The order of `POST /alerts`: token, size, shape, record on the disk, answer, wake the worker. Each
+refusal is one sentence; none repeats the token or the input. Alertmanager sends a notification
+again for ever after a 5xx, so that is answered only when recording failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from fastapi import Depends, FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.background import BackgroundTask
+from starlette.requests import ClientDisconnect
+
+from alerting.metrics import Metrics, WithoutCreated
+from alerting.payload import Payload, PayloadError, parse, schema
+from alerting.settings import Settings
+from alerting.store import Store, StoreError
+from alerting.worker import Worker
+
+log = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 1 << 20
+"""1 MiB: 1,000 alerts are 302 kB."""
+BODY_SECONDS = 10.0
+"""A sender that stops in the middle of its body is told so; Alertmanager sends at once."""
+READY_SECONDS = 5.0
+"""Longest wait for the database in `/readyz`; probes usually give up after 1 to 10 seconds."""
+
+
+class _RejectedError(Exception):
+    """The request ends here, with this HTTP status and sentence."""
+
+    def __init__(self, code: int, sentence: str) -> None:
+        super().__init__(sentence)
+        self.code = code
+
+
+def create_app(
+    settings: Settings,
+    store: Store,
+    *,
+    registry: CollectorRegistry,
+    clock: Callable[[], float] = time.time,
+) -> FastAPI:
+    """The receiver as an ASGI application; its worker runs while the application does.
+
+    Args:
+        settings: checked settings.
+        store: open; the caller closes it after the application has ended.
+        registry: the receiver's own metrics are registered there and served at `/metrics`.
+        clock: Unix seconds.
+    """
+    metrics = Metrics(registry)
+    worker = Worker(settings, store, metrics, clock)
+
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        worker.start()
+        try:
+            yield
+        finally:
+            await asyncio.to_thread(worker.stop)
+
+    app = FastAPI(title="act-alerting", docs_url=None, redoc_url=None, lifespan=lifespan)
+    bearer = HTTPBearer(auto_error=False, description="The content of the receiver's token file.")
+
+    def answer(
+        code: int, content: dict[str, object], task: BackgroundTask | None = None
+    ) -> Response:
+        metrics.deliveries.labels(str(code)).inc()
+        headers = {"WWW-Authenticate": "Bearer"} if code == 401 else None
+        return JSONResponse(content, code, headers, background=task)
+
+    @app.post(
+        "/alerts",
+        status_code=202,
+        response_model=None,
+        openapi_extra={
+            "requestBody": {
+                "required": True,
+                "content": {"application/json": {"schema": schema()}},
+            }
+        },
+    )
+    async def alerts(
+        request: Request, credentials: HTTPAuthorizationCredentials | None = Depends(bearer)
+    ) -> Response:
+        """Take one Alertmanager notification (webhook payload, version 4)."""
+        try:
+            _check_token(credentials, settings.token)
+            body = await _read_body(request)
+            payload = _parse(body)
+            received = store.add_delivery(body.decode("utf-8"), clock())
+            delivery_id = await asyncio.wrap_future(received)
+        except _RejectedError as error:
+            log.warning("A notification was rejected with %d: %s", error.code, error)
+            return answer(error.code, {"detail": str(error)})
+        except StoreError as error:
+            log.error("A notification could not be recorded: %s", error)  # noqa: TRY400
+            return answer(503, {"detail": "The notification could not be recorded; try again."})
+        for alert in payload.alerts:
+            metrics.alerts.labels(alert.status).inc()
+        if payload.truncated_alerts:
+            log.warning(
+                "Delivery %d: Alertmanager left out %d alerts of the group.",
+                delivery_id,
+                payload.truncated_alerts,
+            )
+        # A background task runs when the answer has been sent.
+        return answer(202, {"delivery": delivery_id}, BackgroundTask(worker.wake))
+
+    @app.get("/healthz")
+    async def healthz() -> dict[str, str]:
+        """The process is alive."""
+        return {"status": "ok"}
+
+    @app.get("/readyz", response_model=None)
+    async def readyz() -> Response:
+        """A notification would be recorded and acted upon; 503 with the reason otherwise."""
+        problem = await _problem(settings.runs, store, worker)
+        if problem is not None:
+            return JSONResponse({"detail": problem}, 503)
+        return JSONResponse({"status": "ready"})
+
+    @app.get("/metrics", response_model=None)
+    async def own_metrics() -> Response:
+        """The receiver's own metrics."""
+        page = generate_latest(WithoutCreated(registry))
+        return Response(page, media_type=CONTENT_TYPE_LATEST)
+
+    return app
+
+
+def _check_token(credentials: HTTPAuthorizationCredentials | None, token: str) -> None:
+    # Header bytes arrive decoded as latin-1; compared as bytes, in constant time.
+    sent = credentials.credentials.encode("latin-1") if credentials is not None else b""
+    if not hmac.compare_digest(sent, token.encode("ascii")):
+        raise _RejectedError(
+            401,
+            "A valid `Authorization: Bearer` token is needed (Alertmanager's credentials_file).",
+        )
+
+
+async def _read_body(request: Request) -> bytes:
+    too_large = _RejectedError(413, f"The body is larger than {MAX_BODY_BYTES} bytes.")
+    if int(request.headers.get("content-length", "0")) > MAX_BODY_BYTES:
+        raise too_large
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > MAX_BODY_BYTES:
+                    raise too_large
+    except TimeoutError:
+        raise _RejectedError(408, f"The body took longer than {BODY_SECONDS:g} s.") from None
+    except ClientDisconnect:
+        raise _RejectedError(400, "The sender went away in the middle of the body.") from None
+    return bytes(body)
+
+
+def _parse(body: bytes) -> Payload:
+    try:
+        return parse(body)
+    except PayloadError as error:
+        raise _RejectedError(422 if error.is_json else 400, str(error)) from None
+
+
+async def _problem(runs: Path, store: Store, worker: Worker) -> str | None:
+    if not worker.is_alive():
+        return "The worker has ended."
+    try:
+        await asyncio.wait_for(asyncio.wrap_future(store.check_writable()), READY_SECONDS)
+    except StoreError as error:
+        return str(error)
+    except TimeoutError:
+        return f"The database took longer than {READY_SECONDS:g} s to write."
+    try:
+        await asyncio.to_thread(os.listdir, runs)
+    except OSError as error:
+        return f"The runs folder {runs} cannot be read: {error.strerror}."
+    return None

@@ -1,0 +1,197 @@
+"""The checkpoint store: RUN_FOLDER/checkpoints, one folder a checkpoint.
+
+    step-00000500-g0/            step 500 of generation 0
+        manifest.json            written last
+        health.json              replaced when the verdict changes
+        rank-00000.pt  .metadata  __0_0.distcp
+    .saving-step-00001000-g0/    not published yet
+    deletions.log                a line for each that was deleted
+
+What it did not write itself it neither reads, counts nor deletes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import shutil
+import time
+from pathlib import Path
+
+from alerting.control import sync_folder
+from alerting.exceptions import CheckpointError
+from alerting.recovery.health import HealthRecord, read_health, verdict
+from alerting.recovery.lineage import Checkpoint
+from alerting.recovery.manifest import (
+    FILE as MANIFEST_FILE,
+)
+from alerting.recovery.manifest import (
+    ForeignManifestError,
+    Kind,
+    StoredFile,
+    read_manifest,
+)
+
+log = logging.getLogger(__name__)
+
+SAVING = ".saving-"
+DELETING = ".deleting-"
+DELETIONS = "deletions.log"
+
+
+class CheckpointStore:
+    """One run's checkpoints on disk."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._last_number = 0
+
+    def open(self) -> None:
+        """Make the folder, or find what a former process left in it.
+
+        Raises:
+            CheckpointError: it is something else's.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError):
+            raise CheckpointError(f"{self.path} is a file; checkpoints need a folder") from None
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be made: {error}") from error
+        found = self._scan(strict=True)
+        foreign = self._foreign({c.name for c in found})
+        if foreign and not found:
+            raise CheckpointError(
+                f"{self.path} holds {', '.join(foreign[:3])}, which this guard did not write, and "
+                "no checkpoint of its own; choose another run folder"
+            )
+        for name in foreign:
+            log.warning("%s is not a checkpoint of this guard; left alone", self.path / name)
+        for prefix, what in ((SAVING, "unfinished save"), (DELETING, "unfinished deletion")):
+            for leftover in self.path.glob(f"{prefix}*"):
+                log.warning("removing the %s %s of a former process", what, leftover.name)
+                shutil.rmtree(leftover, ignore_errors=True)
+        self._last_number = max((c.manifest.number for c in found), default=0)
+
+    def all(self) -> list[Checkpoint]:
+        """Every checkpoint with a readable manifest, oldest first, with its health of now."""
+        return self._scan(strict=False)
+
+    def next_number(self) -> int:
+        """A number higher than every former one's."""
+        self._last_number += 1
+        return self._last_number
+
+    def new_name(self, step: int, generation: int, kind: Kind) -> str:
+        """A name that is free: a step is saved again after resuming from before a corrupt one."""
+        mark = "" if kind in ("periodic", "final") else f"-{kind}"
+        base = f"step-{step:08d}-g{generation}{mark}"
+        name, again = base, 1
+        while (self.path / name).exists():
+            again += 1
+            name = f"{base}-{again}"
+        return name
+
+    def unpublished(self, name: str) -> Path:
+        """Where the checkpoint `name` is written."""
+        return self.path / f"{SAVING}{name}"
+
+    def publish(self, name: str, health: HealthRecord) -> Checkpoint:
+        """Give a finished checkpoint its name.
+
+        Raises:
+            CheckpointError, OSError: it is not finished, or the disk failed.
+        """
+        folder = self.path / name
+        unpublished = self.unpublished(name)
+        health.write(unpublished)
+        unpublished.rename(folder)
+        sync_folder(self.path)
+        manifest = read_manifest(folder)
+        if manifest is None:
+            raise CheckpointError(f"{folder} was published without its {MANIFEST_FILE}")
+        return Checkpoint(folder=folder, manifest=manifest, health=health)
+
+    def mark(self, checkpoint: Checkpoint, health: HealthRecord) -> None:
+        """Record a verdict, unless a worse one stands."""
+        if not health.replaces(read_health(checkpoint.folder)):
+            return
+        log.log(
+            logging.INFO if health.health == "confirmed" else logging.WARNING,
+            "checkpoint %s is %s: %s",
+            checkpoint.name,
+            health.health,
+            health.reason,
+        )
+        health.write(checkpoint.folder)
+
+    def verify(self, checkpoint: Checkpoint) -> bool:
+        """Read every file of it and compare; a checkpoint that differs is marked corrupt."""
+        problem = _difference(checkpoint)
+        if problem is None:
+            return True
+        self.mark(checkpoint, verdict("corrupt", problem))
+        return False
+
+    def delete(self, checkpoint: Checkpoint, reason: str) -> None:
+        """Delete it, with a line in the deletion log before anything is lost."""
+        moment = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        with (self.path / DELETIONS).open("a", encoding="utf-8") as file:
+            file.write(f"{moment} {checkpoint.name} {checkpoint.health.health} {reason}\n")
+        # Renamed first: half of a checkpoint must never lie under a checkpoint's name.
+        condemned = self.path / f"{DELETING}{checkpoint.name}"
+        checkpoint.folder.rename(condemned)
+        shutil.rmtree(condemned)
+        log.info("deleted checkpoint %s: %s", checkpoint.name, reason)
+
+    def _scan(self, *, strict: bool) -> list[Checkpoint]:
+        found = []
+        for folder in self.path.iterdir():
+            if folder.name.startswith(".") or not folder.is_dir():
+                continue
+            try:
+                manifest = read_manifest(folder)
+            except ForeignManifestError:
+                if strict:
+                    raise
+                continue
+            except CheckpointError as error:
+                log.warning("checkpoint %s is not used: %s", folder.name, error)
+                continue
+            if manifest is not None:
+                health = read_health(folder)
+                found.append(Checkpoint(folder=folder, manifest=manifest, health=health))
+        return sorted(found, key=lambda c: c.manifest.number)
+
+    def _foreign(self, own: set[str]) -> list[str]:
+        return sorted(
+            entry.name
+            for entry in self.path.iterdir()
+            if not entry.name.startswith(".")
+            and entry.name != DELETIONS
+            and entry.name not in own
+            # With a manifest it is ours, though mangled: said already.
+            and not (entry / MANIFEST_FILE).exists()
+        )
+
+
+def stored_file(path: Path) -> StoredFile:
+    """Size and hash of `path` as it is on disk."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return StoredFile(bytes=path.stat().st_size, sha256=digest)
+
+
+def _difference(checkpoint: Checkpoint) -> str | None:
+    for name, stored in checkpoint.manifest.files.items():
+        path = checkpoint.folder / name
+        try:
+            # Sizes first: a truncated file of 100 GB need not be read.
+            size = path.stat().st_size
+            if size != stored.bytes:
+                return f"{name} has {size} bytes, its manifest says {stored.bytes}"
+            if stored_file(path).sha256 != stored.sha256:
+                return f"{name} does not have the hash that its manifest gives"
+        except OSError as error:
+            return f"{name} cannot be read: {error}"
+    return None

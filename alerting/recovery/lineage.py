@@ -1,0 +1,95 @@
+"""Which checkpoint is next in line: pure functions of manifests and healths.
+
+A rollback repeats step numbers and leaves an abandoned branch whose steps are higher than those of
+the line that training went on from, so "the newest" is found along the line and never by step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from alerting.recovery.health import HEALTHY, HealthRecord
+from alerting.recovery.manifest import RESUMABLE, Manifest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoint:
+    """A published checkpoint: its folder, its manifest, its health when it was read."""
+
+    folder: Path
+    manifest: Manifest
+    health: HealthRecord
+
+    @property
+    def name(self) -> str:
+        """The folder's name."""
+        return self.manifest.name
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps finished when it was saved."""
+        return self.manifest.step
+
+    @property
+    def resumable(self) -> bool:
+        """Whether it is of a kind that is ever chosen automatically."""
+        return self.manifest.kind in RESUMABLE
+
+    @property
+    def healthy(self) -> bool:
+        """Whether nothing bad is known of it."""
+        return self.health.health in HEALTHY
+
+
+def line(
+    checkpoints: Iterable[Checkpoint], *, generation: int, base: Sequence[str]
+) -> list[Checkpoint]:
+    """The checkpoints that the present training descends from, newest first, whatever their health.
+
+    Args:
+        checkpoints: all of the run folder's.
+        generation: the run's.
+        base: names of those that this generation started from, newest first: its own first
+            checkpoint may not be published yet.
+    """
+    resumable = {c.name: c for c in checkpoints if c.resumable}
+    own = [c for c in resumable.values() if c.manifest.generation == generation]
+    names = list(base)
+    if own:
+        tip = max(own, key=lambda c: c.manifest.number).manifest
+        names = [tip.name, *([tip.parent] if tip.parent else []), *tip.ancestors]
+    return [resumable[name] for name in names if name in resumable]
+
+
+def before_onset(step: int, onset: int, margin: int) -> bool:
+    """Whether the weights after `step` steps were certainly good when step `onset` was seen bad.
+
+    Nothing was trained yet at step 0, so only a first step that is bad speaks against it.
+    """
+    return step < onset - margin or (step == 0 and onset > 1)
+
+
+def expendable(
+    checkpoints: Iterable[Checkpoint],
+    *,
+    line: Sequence[Checkpoint],
+    resumed_from: str | None,
+    keep: int,
+) -> list[Checkpoint]:
+    """What may be deleted, once a newer checkpoint is published.
+
+    Kept are the newest `keep` healthy ones of the line and the one that the generation resumed
+    from (the next rollback may need it). Bad ones must not push out good ones, and many suspect
+    ones not the backup of the moment when it began, so backups and emergency checkpoints, and the
+    rest, each have `keep` places of their own.
+    """
+    newest_first = sorted(checkpoints, key=lambda c: c.manifest.number, reverse=True)
+    on_line = {c.name for c in line}
+    healthy = [c for c in newest_first if c.name in on_line and c.healthy]
+    on_request = [c for c in newest_first if not c.resumable]
+    kept = {c.name for c in healthy} | {c.name for c in on_request}
+    rest = [c for c in newest_first if c.name not in kept]
+    surplus = [*healthy[keep:], *on_request[keep:], *rest[keep:]]
+    return [c for c in surplus if c.name != resumed_from]

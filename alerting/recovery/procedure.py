@@ -1,0 +1,202 @@
+"""The recovery from request to answer, in an order in which a crash at any point does no harm."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+from alerting.control import Request, Result
+from alerting.exceptions import CheckpointError, RecoveryHaltedError
+from alerting.recovery.checkpoints import CheckpointStore
+from alerting.recovery.detector import Detector
+from alerting.recovery.ledger import LedgerFile, Recovery
+from alerting.recovery.lineage import Checkpoint
+from alerting.recovery.mailbox import Mailbox
+from alerting.recovery.rollback import Rollback
+from alerting.recovery.saver import Saver
+
+log = logging.getLogger(__name__)
+
+
+class RecoveryProcedure:
+    """Decides whether to recover, and carries it through.
+
+    1. the intent, and the budget's payment, into the ledger
+    2. the save in flight, then the emergency checkpoint (its failure is logged, not fatal)
+    3. verdicts on the checkpoints since the onset
+    4. the new generation and its origin into the ledger, then the load
+    5. status and answers
+    6. the intent out of the ledger
+
+    A process that dies after 1 is followed by one that goes through 3 to 6 before it trains.
+
+    Attributes:
+        rollbacks: how many were carried through in this process.
+    """
+
+    def __init__(
+        self,
+        *,
+        store: CheckpointStore,
+        saver: Saver,
+        rollback: Rollback,
+        mailbox: Mailbox,
+        ledger: LedgerFile,
+        detector: Detector,
+        watched: bool,
+    ) -> None:
+        self._store = store
+        self._saver = saver
+        self._rollback = rollback
+        self._mailbox = mailbox
+        self._ledger = ledger
+        self._detector = detector
+        self._watched = watched
+        self.rollbacks = 0
+
+    def recover(self, request: Request, step: int) -> Checkpoint | None:
+        """Roll back as `request` asks, after step `step`.
+
+        Returns:
+            The checkpoint that is loaded now, or None where the request was refused.
+
+        Raises:
+            RecoveryHaltedError: the budget is spent, or there is no healthy checkpoint.
+            OSError: the ledger could not be written.
+        """
+        onset = self._detector.onset()
+        if self._watched and onset is None:
+            self._mailbox.answer(
+                request,
+                "refused",
+                "the trainer's own detector has seen no bad step since it resumed",
+                step=step,
+            )
+            return None
+        log.warning("step %d: recovery begins; the first bad step was %s", step, onset)
+        ledger = self._ledger.now
+        paid = self._mailbox.rollbacks_left > 0
+        recovery = Recovery(
+            request_id=request.id,
+            step=step,
+            onset=onset,
+            generation=ledger.generation,
+            paid=paid,
+            target=None,
+        )
+        self._mailbox.tell("recovering", step)
+        self._ledger.update(
+            recovery=recovery,
+            rollbacks_used=ledger.rollbacks_used + paid,
+            phase="running" if paid else "halted",
+        )
+        try:
+            self._saver.save_now(step, "emergency")
+        except CheckpointError as error:
+            log.warning("step %d: going on without an emergency checkpoint: %s", step, error)
+        if not paid:
+            self._rollback.mark_suspects(recovery)
+            raise self._halt(recovery, self._spent())
+        return self._go_back(recovery, starting=False)
+
+    def take_up(self, recovery: Recovery) -> Checkpoint:
+        """Carry through, in a new process, what a former one began.
+
+        Raises:
+            RecoveryHaltedError: as `recover`; also where the former process halted and nobody
+                has raised the budget since.
+            CheckpointError: the checkpoint does not fit the model.
+        """
+        if not recovery.paid:
+            if self._mailbox.rollbacks_left == 0:
+                raise self._halt(recovery, self._spent())
+            recovery = dataclasses.replace(recovery, paid=True)
+            used = self._ledger.now.rollbacks_used + 1
+            self._ledger.update(recovery=recovery, rollbacks_used=used)
+        log.warning("step %d: taking up the recovery that began there", recovery.step)
+        return self._go_back(recovery, starting=True)
+
+    def stand_at(self, checkpoint: Checkpoint) -> None:
+        """The live state is that of `checkpoint` now: let everybody know."""
+        self._saver.descent = tuple(c.name for c in self._rollback.descent(checkpoint))
+        generation = self._ledger.update(phase="running").generation
+        self._detector.reset(generation)
+        self._detector.step(checkpoint.step)
+        log.info(
+            "step %d: going on from checkpoint %s in generation %d",
+            checkpoint.step,
+            checkpoint.name,
+            generation,
+        )
+        self._mailbox.tell("running", checkpoint.step)
+
+    def _go_back(self, recovery: Recovery, *, starting: bool) -> Checkpoint:
+        try:
+            checkpoint = self._rollback.go_back(recovery, starting=starting)
+        except RecoveryHaltedError as error:
+            raise self._halt(recovery, str(error)) from error
+        self.rollbacks += 1
+        self.stand_at(checkpoint)
+        detail = f"rolled back from step {recovery.step} to {checkpoint.name}"
+        self._answer(recovery, "done", detail, resumed=checkpoint)
+        # Last, and before training goes on: until here all of it can be done again.
+        self._ledger.update(recovery=None)
+        return checkpoint
+
+    def _halt(self, recovery: Recovery, sentence: str) -> RecoveryHaltedError:
+        self._ledger.update(phase="halted")
+        self._mailbox.tell("halted", recovery.step)
+        self._answer(recovery, "failed", sentence, resumed=None)
+        log.error("step %d: halted: %s", recovery.step, sentence)
+        return RecoveryHaltedError(sentence)
+
+    def _spent(self) -> str:
+        return (
+            f"the rollback budget is spent ({self._ledger.now.rollbacks_used} used); look at the "
+            "run, then raise max_rollbacks to let it go back once more"
+        )
+
+    def _answer(
+        self, recovery: Recovery, result: Result, detail: str, *, resumed: Checkpoint | None
+    ) -> None:
+        emergency = self._emergency(recovery)
+        request = self._mailbox.find("recover")
+        if request is not None and request.id == recovery.request_id:
+            self._mailbox.answer(
+                request,
+                result,
+                detail,
+                step=recovery.step,
+                onset=recovery.onset,
+                made=emergency,
+                resumed=resumed,
+            )
+        # A backup asked for meanwhile has been made: it is the emergency checkpoint.
+        request = self._mailbox.find("checkpoint")
+        if request is None or request.generation != recovery.generation:
+            return
+        if emergency is None:
+            self._mailbox.answer(
+                request, "failed", "the emergency checkpoint failed", step=recovery.step
+            )
+            return
+        # Before the answer: whoever reads it must find the time in the status.
+        self._ledger.update(last_backup_at=emergency.manifest.created_at)
+        self._mailbox.tell("running" if resumed else "halted", recovery.step)
+        self._mailbox.answer(
+            request,
+            "done",
+            f"the recovery made {emergency.name}",
+            step=recovery.step,
+            onset=recovery.onset,
+            made=emergency,
+        )
+
+    def _emergency(self, recovery: Recovery) -> Checkpoint | None:
+        made = [
+            c
+            for c in self._store.all()
+            if c.manifest.kind == "emergency"
+            and (c.step, c.manifest.generation) == (recovery.step, recovery.generation)
+        ]
+        return made[-1] if made else None

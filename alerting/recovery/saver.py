@@ -1,0 +1,187 @@
+"""Saves checkpoints one after another, publishes them, and clears away what is no longer needed."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from alerting.exceptions import CheckpointError
+from alerting.recovery.checkpoints import CheckpointStore
+from alerting.recovery.detector import Detector
+from alerting.recovery.health import HealthRecord, verdict
+from alerting.recovery.ledger import LedgerFile
+from alerting.recovery.lineage import Checkpoint, before_onset, expendable, line
+from alerting.recovery.manifest import RESUMABLE, Kind, Manifest
+from alerting.recovery.save import Save
+from alerting.recovery.training_state import FAILURES, TrainingState
+
+log = logging.getLogger(__name__)
+
+
+class Saver:
+    """The way from a live training state to a published checkpoint.
+
+    Attributes:
+        descent: names of the checkpoints that the live state descends from, newest first.
+        last_seconds: from the boundary to complete files, of the last save that succeeded.
+        failures: saves that failed in this process.
+    """
+
+    def __init__(
+        self,
+        *,
+        store: CheckpointStore,
+        state: TrainingState,
+        detector: Detector,
+        ledger: LedgerFile,
+        keep: int,
+        onset_margin_steps: int,
+    ) -> None:
+        self._store = store
+        self._state = state
+        self._detector = detector
+        self._ledger = ledger
+        self._keep = keep
+        self._margin = onset_margin_steps
+        self._executor: ThreadPoolExecutor | None = None
+        self._save: Save | None = None
+        self.descent: tuple[str, ...] = ()
+        self.last_seconds: float | None = None
+        self.failures = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is in flight: begun and not published."""
+        return self._save is not None
+
+    def begin(self, step: int, kind: Kind) -> None:
+        """Begin a save of the state after `step` steps; none may be in flight.
+
+        Raises:
+            CheckpointError: it could not begin. Counted and cleared away.
+        """
+        store, parent, generation = self._store, self.descent, self._ledger.now.generation
+        name = store.new_name(step, generation, kind)
+        draft = Manifest(
+            name=name,
+            kind=kind,
+            number=store.next_number(),
+            step=step,
+            generation=generation,
+            parent=parent[0] if parent else None,
+            ancestors=tuple(old for old in parent[1:] if (store.path / old).exists()),
+            world_size=1,
+            data=self._state.position.data,
+            torch=torch.__version__,
+            created_at=time.time(),
+            files={},
+        )
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(1, thread_name_prefix="act-checkpoint")
+        try:
+            with self._detector.paused():
+                snapshot = self._state.capture(step)
+                folder = store.unpublished(name)
+                self._save = Save.begin(snapshot, draft, folder, self._executor)
+        except FAILURES as error:
+            raise self._failed(draft, error) from error
+
+    def publish(self) -> Checkpoint | None:
+        """Publish the save in flight, waiting for it where it is not done; None without one.
+
+        Raises:
+            CheckpointError: it failed. Counted and cleared away.
+        """
+        if self._save is None:
+            return None
+        manifest = self._save.manifest
+        try:
+            # An interrupt while waiting leaves it in flight, to be finished on the way out.
+            seconds = self._save.result()
+            self._save = None
+            checkpoint = self._store.publish(manifest.name, self._first_health(manifest))
+        except FAILURES as error:
+            self._save = None
+            raise self._failed(manifest, error) from error
+        log.info(
+            "step %d: published checkpoint %s after %.2f s",
+            manifest.step,
+            manifest.name,
+            seconds,
+        )
+        self.last_seconds = seconds
+        if manifest.kind in RESUMABLE:
+            parent = [manifest.parent] if manifest.parent else []
+            self.descent = (manifest.name, *parent, *manifest.ancestors)
+        self._clear_away()
+        return checkpoint
+
+    def publish_if_done(self) -> Checkpoint | None:
+        """Publish the save in flight if its files are complete; a failure is logged, not raised."""
+        if self._save is None or not self._save.done:
+            return None
+        return self.settle()
+
+    def settle(self) -> Checkpoint | None:
+        """Wait for the save in flight and publish it; a failure is logged, not raised."""
+        try:
+            return self.publish()
+        except CheckpointError:
+            return None
+
+    def save_now(self, step: int, kind: Kind) -> Checkpoint:
+        """Save and wait; the save in flight is finished first.
+
+        Raises:
+            CheckpointError: it failed.
+        """
+        self.settle()
+        self.begin(step, kind)
+        checkpoint = self.publish()
+        if checkpoint is None:
+            raise CheckpointError(f"the save of step {step} vanished")
+        return checkpoint
+
+    def close(self) -> Checkpoint | None:
+        """Finish the save in flight and let the writing thread go."""
+        checkpoint = self.settle()
+        if self._executor is not None:
+            self._executor.shutdown()
+            self._executor = None
+        return checkpoint
+
+    def _first_health(self, manifest: Manifest) -> HealthRecord:
+        if manifest.kind == "emergency":
+            return verdict("suspect", "made when a recovery began, for people")
+        onset = self._detector.onset()
+        if onset is not None and not before_onset(manifest.step, onset, self._margin):
+            return verdict("suspect", f"step {onset} was bad when it was published")
+        return verdict("pending", "published; nothing bad was known")
+
+    def _failed(self, manifest: Manifest, error: BaseException) -> CheckpointError:
+        self.failures += 1
+        log.error(
+            "step %d: checkpoint %s could not be saved: %s: %s",
+            manifest.step,
+            manifest.name,
+            type(error).__name__,
+            error,
+        )
+        shutil.rmtree(self._store.unpublished(manifest.name), ignore_errors=True)
+        return CheckpointError(f"checkpoint {manifest.name} could not be saved: {error}")
+
+    def _clear_away(self) -> None:
+        try:
+            ledger, checkpoints = self._ledger.now, self._store.all()
+            own = line(checkpoints, generation=ledger.generation, base=ledger.base)
+            surplus = expendable(
+                checkpoints, line=own, resumed_from=ledger.resumed_from, keep=self._keep
+            )
+            for checkpoint in surplus:
+                self._store.delete(checkpoint, f"keep={self._keep}, not among those kept")
+        except OSError as error:
+            log.warning("old checkpoints could not be deleted: %s", error)

@@ -1,0 +1,214 @@
+"""All that a run needs to go on as if nothing had happened: what a checkpoint holds.
+
+Model and optimizer go through torch.distributed.checkpoint, everything else into one file a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from alerting.exceptions import CheckpointError, ConfigError
+from alerting.recovery import rng
+from alerting.recovery.detector import Detector
+from alerting.recovery.position import LoaderPosition
+from alerting.recovery.staging import staged
+
+RANK_FILE = "rank-00000.pt"
+"""A file a rank: random states differ between ranks, and torch.distributed.checkpoint keeps one
+value of a key that several ranks save."""
+
+FAILURES = (Exception, CheckpointException)
+"""What saving and loading may raise; CheckpointException is a BaseException, and an interrupt must
+still get through."""
+
+
+class Stateful(Protocol):
+    """Anything that can be saved and loaded: a scheduler, a scaler, an average of the weights."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its state."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
+        """Take up a state."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A training state at a step boundary.
+
+    Attributes:
+        sharded: for torch.distributed.checkpoint; still the live tensors.
+        rank: everything else, copied.
+    """
+
+    sharded: dict[str, Any]
+    rank: dict[str, Any]
+
+
+class TrainingState:
+    """The live objects of a run, taken and put back together."""
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Stateful | None,
+        scaler: Stateful | None,
+        extra: Mapping[str, Stateful],
+        position: LoaderPosition,
+        detector: Detector,
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._others: dict[str, Stateful] = {}
+        if scheduler is not None:
+            self._others["scheduler"] = scheduler
+        self._others |= {f"state[{name!r}]": value for name, value in extra.items()}
+        # Last: loading it must not be followed by anything that steps.
+        if scaler is not None:
+            self._others["scaler"] = scaler
+        for name, value in self._others.items():
+            if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+                raise ConfigError(f"{name} has no state_dict and load_state_dict")
+        self.position = position
+        self._detector = detector
+
+    def capture(self, step: int) -> Snapshot:
+        """The state after `step` steps.
+
+        Raises:
+            CheckpointError: some object's state holds what a checkpoint cannot.
+        """
+        sharded: dict[str, Any] = {"model": get_model_state_dict(self._model)}
+        optimizer = None
+        if self._optimizer.state:
+            sharded["optimizer"] = get_optimizer_state_dict(self._model, self._optimizer)
+        else:
+            # Before its first step torch would take one with zero gradients to make a state; that
+            # step stays in Adam's counter, and the run would differ from one without a guard.
+            optimizer = staged(self._optimizer.state_dict(), "the optimizer's state")
+        rank = {
+            "step": step,
+            "optimizer": optimizer,
+            "others": {
+                name: staged(value.state_dict(), name) for name, value in self._others.items()
+            },
+            "position": staged(self.position.state_dict(), "the loader's position"),
+            "detector": staged(self._detector.state_dict(), "the exporter's state"),
+            "rng": staged(rng.capture(), "the random state"),
+        }
+        return Snapshot(sharded, rank)
+
+    def restore(self, folder: Path) -> None:
+        """Put back what was captured into the checkpoint `folder`.
+
+        Raises:
+            CheckpointError: it does not fit these objects, or cannot be read. Some of them may
+                have been overwritten.
+        """
+        try:
+            rank = torch.load(folder / RANK_FILE, weights_only=True, map_location="cpu")
+            self._require_objects(folder.name, rank["others"].keys())
+            # Gradients of the step that failed must not enter the first one after it.
+            self._optimizer.zero_grad(set_to_none=True)
+            self._load_sharded(folder, rank["optimizer"])
+            for name, value in self._others.items():
+                value.load_state_dict(rank["others"][name])
+            if rank["detector"]:
+                self._detector.load_state_dict(rank["detector"])
+            self._optimizer.zero_grad(set_to_none=True)
+            self.position.load_state_dict(rank["position"])
+            # After the new iterator, whose making draws from it.
+            rng.restore(rank["rng"])
+        except CheckpointError:
+            raise
+        except FAILURES as error:
+            raise CheckpointError(
+                f"checkpoint {folder.name} cannot be loaded: {type(error).__name__}: {error}"
+            ) from error
+
+    def _require_objects(self, name: str, saved: Set[str]) -> None:
+        for place, missing in (
+            (f"checkpoint {name}", self._others.keys() - saved),
+            ("this run", saved - self._others.keys()),
+        ):
+            if missing:
+                raise CheckpointError(
+                    f"checkpoint {name} does not fit this run: {place} has no "
+                    + ", ".join(sorted(missing))
+                )
+
+    def _load_sharded(self, folder: Path, fresh_optimizer: dict[str, Any] | None) -> None:
+        target: dict[str, Any] = {"model": get_model_state_dict(self._model)}
+        # What it holds now may be of fewer parameters than the checkpoint's; emptied, it is made
+        # anew for all of them.
+        self._optimizer.state.clear()
+        if fresh_optimizer is None:
+            target["optimizer"] = get_optimizer_state_dict(self._model, self._optimizer)
+        reader = FileSystemReader(folder)
+        saved = _paths(reader.read_metadata().planner_data)
+        if fresh_optimizer is None:
+            # A parameter that never had a gradient has no optimizer state in the checkpoint.
+            with_state = {path[2] for path in saved if path[:2] == ("optimizer", "state")}
+            states = target["optimizer"]["state"]
+            target["optimizer"]["state"] = {k: v for k, v in states.items() if k in with_state}
+            surplus = with_state - states.keys()
+        else:
+            surplus = set()
+        surplus |= {path[1] for path in saved if path[0] == "model"} - target["model"].keys()
+        if surplus:
+            # torch.distributed.checkpoint would drop them without a word.
+            raise CheckpointError(
+                f"checkpoint {folder.name} holds parameters that this model or optimizer lacks: "
+                + ", ".join(sorted(map(str, surplus))[:5])
+            )
+        load(target, storage_reader=reader, no_dist=True)
+        set_model_state_dict(self._model, target["model"])
+        if fresh_optimizer is not None:
+            self._optimizer.load_state_dict(fresh_optimizer)
+        else:
+            set_optimizer_state_dict(
+                self._model,
+                self._optimizer,
+                target["optimizer"],
+                options=StateDictOptions(strict=False),
+            )
+
+
+def require_one_rank() -> None:
+    """Refuse a process that trains together with others.
+
+    Raises:
+        ConfigError: it does.
+    """
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        ranks = distributed.get_world_size()
+        if ranks > 1:
+            raise ConfigError(
+                f"this version guards runs of one process only, and {ranks} ranks train here"
+            )
+
+
+def _paths(planner_data: Any) -> list[tuple[Any, ...]]:
+    """The path of each saved value: ("model", name) or ("optimizer", "state", name, key)."""
+    return list(planner_data.values())

@@ -1,0 +1,268 @@
+"""The receiver's memory: deliveries, decisions and requests in one SQLite file.
+
+What is in the file is public: open it read-only (`file:PATH?mode=ro`) while the receiver runs.
+Times are Unix seconds; a field without a value is NULL.
+
+    deliveries   id, received_at, handled_at (NULL until all of it is decided), payload (the JSON
+                 text as Alertmanager sent it)
+    decisions    id, delivery_id, run, generation, action, alertname, outcome (see
+                 `policy.OUTCOMES`), reason, request_id, at
+    requests     id, run, generation, action, alert, delivery_id, control (the control directory's
+                 path), created_at, claimed_at (NULL: intended, not yet known to be claimed),
+                 and from the guard's answer, NULL until it came: result ("done", "refused",
+                 "failed", or the receiver's own word "lost"), detail, step, onset, checkpoint,
+                 resumed_from, resumed_step, new_generation, answered_at
+
+Every method that writes returns when the write is on the disk.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sqlite3
+from collections.abc import Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from alerting.control import Answer, Request
+from alerting.database import Database, StoreError
+from alerting.policy import Decision
+
+__all__ = ["Delivery", "Intent", "Store", "StoreError"]
+
+APPLICATION_ID = 0x61637477
+"""The letters "actw"; `file` and SQLite show it."""
+SCHEMA_VERSION = 1
+
+_SCHEMA = """
+CREATE TABLE deliveries (
+    id INTEGER PRIMARY KEY, received_at REAL NOT NULL, handled_at REAL, payload TEXT NOT NULL
+) STRICT;
+CREATE INDEX deliveries_unhandled ON deliveries (id) WHERE handled_at IS NULL;
+CREATE TABLE requests (
+    id TEXT PRIMARY KEY, run TEXT NOT NULL, generation INTEGER NOT NULL, action TEXT NOT NULL,
+    alert TEXT NOT NULL, delivery_id INTEGER NOT NULL REFERENCES deliveries (id),
+    control TEXT NOT NULL, created_at REAL NOT NULL, claimed_at REAL,
+    result TEXT, detail TEXT, step INTEGER, onset INTEGER, checkpoint TEXT, resumed_from TEXT,
+    resumed_step INTEGER, new_generation INTEGER, answered_at REAL
+) STRICT;
+CREATE INDEX requests_unanswered ON requests (id) WHERE answered_at IS NULL;
+CREATE INDEX requests_of_delivery ON requests (delivery_id);
+CREATE TABLE decisions (
+    id INTEGER PRIMARY KEY, delivery_id INTEGER NOT NULL REFERENCES deliveries (id),
+    run TEXT NOT NULL, generation INTEGER, action TEXT NOT NULL, alertname TEXT NOT NULL,
+    outcome TEXT NOT NULL, reason TEXT NOT NULL, request_id TEXT, at REAL NOT NULL
+) STRICT;
+CREATE INDEX decisions_of_delivery ON decisions (delivery_id);
+"""
+
+_INTENT = (
+    "SELECT id, run, generation, action, alert, created_at, delivery_id, control FROM requests"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Delivery:
+    """A recorded notification: `payload` is the JSON text as it was received."""
+
+    id: int
+    received_at: float
+    payload: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Intent:
+    """A request as it is recorded before it is claimed.
+
+    Attributes:
+        request: what will be, or was, claimed.
+        delivery_id: the delivery that asked for it.
+        control: path of the control directory that it goes to.
+    """
+
+    request: Request
+    delivery_id: int
+    control: Path
+
+
+class Store:
+    """The three tables; all methods may be called from any thread.
+
+    Args:
+        path: the database file; made when it does not exist.
+
+    Raises:
+        ConfigError: the file cannot serve as this database (see `alerting.database`).
+        StoreError: (every method) it could not be written or read just now.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._database = Database(
+            path, application_id=APPLICATION_ID, version=SCHEMA_VERSION, schema=_SCHEMA
+        )
+
+    def close(self) -> None:
+        """Finish the writes that wait, and close the file."""
+        self._database.close()
+
+    def check_writable(self) -> Future[None]:
+        """A future that ends well once a changeless write was committed to the disk."""
+        return self._database.check()
+
+    def add_delivery(self, payload: str, received_at: float) -> Future[int]:
+        """Record a notification; the future holds its id once it is on the disk."""
+
+        def work(connection: sqlite3.Connection) -> int:
+            cursor = connection.execute(
+                "INSERT INTO deliveries (received_at, payload) VALUES (?, ?)",
+                (received_at, payload),
+            )
+            return int(cursor.lastrowid or 0)
+
+        return self._database.submit(work)
+
+    def next_unhandled(self, after: int = 0) -> Delivery | None:
+        """The oldest delivery with an id above `after` that is not yet handled."""
+        rows = self._database.read(
+            "SELECT id, received_at, payload FROM deliveries"
+            " WHERE handled_at IS NULL AND id > ? ORDER BY id LIMIT 1",
+            after,
+        )
+        return Delivery(id=rows[0][0], received_at=rows[0][1], payload=rows[0][2]) if rows else None
+
+    def finish_delivery(self, delivery_id: int, decisions: Iterable[Decision], at: float) -> None:
+        """Mark a delivery as handled, together with the decisions that needed no request."""
+
+        def work(connection: sqlite3.Connection) -> None:
+            for decision in decisions:
+                _insert_decision(connection, delivery_id, decision, at)
+            connection.execute(
+                "UPDATE deliveries SET handled_at = ? WHERE id = ?", (at, delivery_id)
+            )
+
+        self._database.submit(work).result()
+
+    def decided(self, delivery_id: int) -> set[tuple[str, str]]:
+        """(run, action) of what was decided already in a delivery whose handling broke off."""
+        return set(
+            self._database.read(
+                "SELECT run, action FROM decisions WHERE delivery_id = ?", delivery_id
+            )
+        )
+
+    def intend(self, intent: Intent) -> None:
+        """Record a request before it is claimed: after a crash it is known by its id."""
+        request = intent.request
+        self._write(
+            "INSERT INTO requests (id, run, generation, action, alert, delivery_id, control,"
+            " created_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            request.id,
+            request.run,
+            request.generation,
+            request.action,
+            request.alert,
+            intent.delivery_id,
+            str(intent.control),
+            request.created_at,
+        )
+
+    def intended(self, delivery_id: int, run: str, action: str) -> Intent | None:
+        """The request that a broken-off handling left behind, claimed or not, undecided."""
+        rows = self._database.read(
+            f"{_INTENT} WHERE delivery_id = ? AND run = ? AND action = ? AND claimed_at IS NULL",
+            delivery_id,
+            run,
+            action,
+        )
+        return _intent(rows[0]) if rows else None
+
+    def forget(self, intent: Intent) -> None:
+        """Drop a request that was never claimed."""
+        self._write("DELETE FROM requests WHERE id = ?", intent.request.id)
+
+    def decide(
+        self, delivery_id: int, decision: Decision, at: float, intent: Intent | None = None
+    ) -> None:
+        """Record a decision and what became of its intended request: claimed, or never made."""
+
+        def work(connection: sqlite3.Connection) -> None:
+            _insert_decision(connection, delivery_id, decision, at)
+            if intent is not None:
+                statement = (
+                    "UPDATE requests SET claimed_at = :at WHERE id = :id"
+                    if decision.outcome == "requested"
+                    else "DELETE FROM requests WHERE id = :id"
+                )
+                connection.execute(statement, {"at": at, "id": intent.request.id})
+
+        self._database.submit(work).result()
+
+    def unanswered(self) -> list[Intent]:
+        """The claimed requests whose answer is not recorded yet, oldest first."""
+        rows = self._database.read(
+            f"{_INTENT} WHERE answered_at IS NULL AND claimed_at IS NOT NULL ORDER BY id"
+        )
+        return [_intent(row) for row in rows]
+
+    def record_answer(self, answer: Answer) -> None:
+        """Record what the guard did with a request."""
+        fields = dataclasses.asdict(answer)
+        self._database.submit(
+            lambda connection: connection.execute(
+                "UPDATE requests SET result = :result, detail = :detail, step = :step,"
+                " onset = :onset, checkpoint = :checkpoint, resumed_from = :resumed_from,"
+                " resumed_step = :resumed_step, new_generation = :generation,"
+                " answered_at = :answered_at WHERE id = :id",
+                fields,
+            )
+        ).result()
+
+    def record_lost(self, request_id: str, detail: str, at: float) -> None:
+        """Record that a request vanished without an answer."""
+        self._write(
+            "UPDATE requests SET result = 'lost', detail = ?, answered_at = ? WHERE id = ?",
+            detail,
+            at,
+            request_id,
+        )
+
+    def _write(self, statement: str, *values: object) -> None:
+        self._database.submit(lambda connection: connection.execute(statement, values)).result()
+
+
+def _insert_decision(
+    connection: sqlite3.Connection, delivery_id: int, decision: Decision, at: float
+) -> None:
+    connection.execute(
+        "INSERT INTO decisions (delivery_id, run, generation, action, alertname, outcome, reason,"
+        " request_id, at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        (
+            delivery_id,
+            decision.run,
+            decision.generation,
+            decision.action,
+            decision.alertname,
+            decision.outcome,
+            decision.reason,
+            decision.request_id,
+            at,
+        ),
+    )
+
+
+def _intent(row: tuple[Any, ...]) -> Intent:
+    identifier, run, generation, action, alert, created_at, delivery_id, control = row
+    return Intent(
+        request=Request(
+            id=identifier,
+            run=run,
+            generation=generation,
+            action=action,
+            alert=alert,
+            created_at=created_at,
+        ),
+        delivery_id=delivery_id,
+        control=Path(control),
+    )

@@ -1,0 +1,312 @@
+"""The one thread that acts: recorded deliveries become decisions, decisions become requests.
+
+It takes deliveries from the store only, so what a crash left unhandled is taken up at the next
+start like everything else. Each step can be repeated: a request is recorded with its id before it
+is claimed, so after a crash the control directory tells whether the claim had happened. It also
+collects the guards' answers.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from alerting.control import ACTIONS, ControlDirectory, Request, new_request_id
+from alerting.exceptions import ControlError
+from alerting.metrics import NO_ACTION, Metrics
+from alerting.payload import PayloadError, parse
+from alerting.policy import Decision, Outcome, Wish, judge, read
+from alerting.settings import Settings
+from alerting.store import Delivery, Intent, Store, StoreError
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.5
+"""How often answers are looked for; people do not notice half a second."""
+STOP_SECONDS = 5.0
+"""How long to wait for the thread at the end; a hanging file system would keep it for ever."""
+LOST_AFTER_SECONDS = 120.0
+"""A request with neither file nor answer for this long is lost. Over a network file system the
+answer may become visible up to a minute after the request has gone."""
+
+
+class Worker:
+    """Acts on what the store holds.
+
+    Args:
+        settings: the receiver's.
+        store: where deliveries come from and decisions go to.
+        metrics: counts decisions and answers.
+        clock: Unix seconds.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        store: Store,
+        metrics: Metrics,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._settings = settings
+        self._store = store
+        self._metrics = metrics
+        self._clock = clock
+        self._wake = threading.Event()
+        self._stopping = threading.Event()
+        self._missing_since: dict[str, float] = {}
+        self._thread = threading.Thread(target=self._run, name="worker", daemon=True)
+
+    def start(self) -> None:
+        """Begin, with what an earlier process left unhandled."""
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Say that a delivery was recorded."""
+        self._wake.set()
+
+    def is_alive(self) -> bool:
+        """Whether deliveries are being acted on."""
+        return self._thread.is_alive()
+
+    def stop(self) -> None:
+        """End after the request in hand; the rest stays recorded for the next start."""
+        self._stopping.set()
+        self._wake.set()
+        self._thread.join(STOP_SECONDS)
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            # Cleared before the work: a delivery recorded during it sets it again.
+            self._wake.clear()
+            try:
+                self._handle_recorded()
+                self._collect_answers()
+            except StoreError as error:
+                log.warning("%s It is tried again.", error)
+            except Exception:
+                # Every later alert would be recorded in vain if a bug ended this thread.
+                log.exception("The worker failed; it goes on.")
+            self._wake.wait(POLL_SECONDS)
+
+    def _handle_recorded(self) -> None:
+        last = 0
+        while (delivery := self._store.next_unhandled(after=last)) is not None:
+            if self._stopping.is_set():
+                return
+            last = delivery.id
+            try:
+                self._handle(delivery)
+            except StoreError:
+                raise
+            except Exception:
+                # One delivery that trips over a bug must not hold up all that come after it.
+                log.exception("Delivery %d could not be handled.", delivery.id)
+                self._finish(delivery.id, [_unhandled("an internal error, see the log")])
+
+    def _handle(self, delivery: Delivery) -> None:
+        try:
+            wishes, decisions = read(parse(delivery.payload), self._settings.alerts)
+        except PayloadError as error:
+            # It was accepted once, so by a version with other bounds.
+            wishes, decisions = [], [_unhandled(str(error))]
+        decided = self._store.decided(delivery.id)
+        for wish in wishes:
+            if self._stopping.is_set():
+                return
+            if (wish.run, wish.action) not in decided:
+                self._act(delivery.id, wish)
+        self._finish(delivery.id, decisions)
+
+    def _finish(self, delivery_id: int, decisions: list[Decision]) -> None:
+        self._store.finish_delivery(delivery_id, decisions, self._clock())
+        for decision in decisions:
+            self._announce(delivery_id, decision)
+
+    def _act(self, delivery_id: int, wish: Wish) -> None:
+        intent = self._store.intended(delivery_id, wish.run, wish.action)
+        try:
+            if intent is not None and _was_claimed(intent):
+                decision = _requested(intent)
+            else:
+                if intent is not None:
+                    self._store.forget(intent)
+                    intent = None
+                considered = self._consider(delivery_id, wish)
+                if isinstance(considered, Intent):
+                    intent = considered
+                    self._store.intend(intent)
+                    decision = _claim(intent)
+                else:
+                    decision = considered
+        except (ControlError, OSError) as error:
+            decision = _decide(wish, "failed", str(error))
+        self._store.decide(delivery_id, decision, self._clock(), intent)
+        self._announce(delivery_id, decision)
+
+    def _consider(self, delivery_id: int, wish: Wish) -> Intent | Decision:
+        control = ControlDirectory.find(self._settings.runs, wish.run)
+        status = control.status() if control is not None else None
+        if status is None and (problem := _unreadable_status(self._settings.runs)) is not None:
+            # It may be this very run's, so "unknown" would be a guess.
+            return _decide(wish, "failed", f"no readable status names this run, and {problem}")
+        now = self._clock()
+        refusal = judge(
+            wish,
+            status,
+            now=now,
+            backup_interval_seconds=self._settings.backup_interval_seconds,
+        )
+        if refusal is not None or control is None or status is None:
+            return refusal or _decide(wish, "failed", "the run's status vanished while it was read")
+        request = Request(
+            id=new_request_id(),
+            run=wish.run,
+            generation=status.generation,
+            action=wish.action,
+            alert=wish.alertname,
+            created_at=now,
+        )
+        return Intent(request=request, delivery_id=delivery_id, control=control.path)
+
+    def _announce(self, delivery_id: int, decision: Decision) -> None:
+        action = decision.action if decision.action in ACTIONS else NO_ACTION
+        self._metrics.requests.labels(action, decision.outcome).inc()
+        # Labels are shown quoted: they may hold line breaks.
+        log.log(
+            logging.WARNING if decision.outcome in ("refused", "failed") else logging.INFO,
+            "Delivery %d: %s of run %r, asked for by %r: %s: %s",
+            delivery_id,
+            action,
+            decision.run,
+            decision.alertname,
+            decision.outcome,
+            decision.reason,
+        )
+
+    def _collect_answers(self) -> None:
+        for intent in self._store.unanswered():
+            request = intent.request
+            control = ControlDirectory(intent.control)
+            try:
+                answer = control.read_answer(request.id)
+                if answer is None:
+                    self._watch_for_loss(request, _loss(control, request))
+                    continue
+            except (ControlError, OSError) as error:
+                self._watch_for_loss(request, str(error))
+                continue
+            # By the id that was asked under, whatever the file says, or it would be read for ever.
+            self._store.record_answer(replace(answer, id=request.id))
+            self._missing_since.pop(request.id, None)
+            self._metrics.answers.labels(request.action, answer.result).inc()
+            log.info(
+                "Run %r answered the request %s (%s): %s: %s",
+                request.run,
+                request.id,
+                request.action,
+                answer.result,
+                answer.detail,
+            )
+
+    def _watch_for_loss(self, request: Request, problem: str | None) -> None:
+        if problem is None:
+            self._missing_since.pop(request.id, None)
+            return
+        now = self._clock()
+        # A clock that was set back starts the wait anew.
+        since = self._missing_since.setdefault(request.id, now)
+        if now < since:
+            self._missing_since[request.id] = now
+        if now - since < LOST_AFTER_SECONDS:
+            return
+        self._store.record_lost(request.id, problem, now)
+        del self._missing_since[request.id]
+        self._metrics.answers.labels(request.action, "lost").inc()
+        log.warning(
+            "The request %s (%s) to run %r is lost: %s",
+            request.id,
+            request.action,
+            request.run,
+            problem,
+        )
+
+
+def _claim(intent: Intent) -> Decision:
+    control, request = ControlDirectory(intent.control), intent.request
+    try:
+        if control.claim(request):
+            return _requested(intent)
+    except OSError:
+        # It may have failed after the link, in the folder's sync: then the guard will act on it.
+        if _was_claimed(intent):
+            return _requested(intent)
+        raise
+    holder = control.open_request(request.action)
+    # Nothing is open any more: it was answered just now, or it was mangled and is set aside.
+    if holder is None and control.claim(request):
+        return _requested(intent)
+    return replace(
+        _requested(intent),
+        outcome="open",
+        reason=(
+            f"request {holder.id} for generation {holder.generation} is open already"
+            if holder is not None
+            else "another receiver's request was opened just now"
+        ),
+        request_id=holder.id if holder is not None else None,
+    )
+
+
+def _was_claimed(intent: Intent) -> bool:
+    """Whether the request is open or answered, that is, whether a broken-off claim succeeded."""
+    control, request = ControlDirectory(intent.control), intent.request
+    holder = control.open_request(request.action)
+    # In this order: the guard writes the answer before it closes the request.
+    return (holder is not None and holder.id == request.id) or control.read_answer(
+        request.id
+    ) is not None
+
+
+def _requested(intent: Intent) -> Decision:
+    request = intent.request
+    return Decision(
+        run=request.run,
+        action=request.action,
+        alertname=request.alert,
+        outcome="requested",
+        reason=f"the guard of generation {request.generation} is asked",
+        generation=request.generation,
+        request_id=request.id,
+    )
+
+
+def _decide(wish: Wish, outcome: Outcome, reason: str) -> Decision:
+    return Decision(
+        run=wish.run, action=wish.action, alertname=wish.alertname, outcome=outcome, reason=reason
+    )
+
+
+def _unhandled(reason: str) -> Decision:
+    return Decision(run="", action="", alertname="", outcome="failed", reason=reason)
+
+
+def _loss(control: ControlDirectory, request: Request) -> str | None:
+    """Why an unanswered request will never be answered, or None while it is open."""
+    holder = control.open_request(request.action)
+    if holder is not None and holder.id == request.id:
+        return None
+    return f"it is no longer in {control.path} and has no answer"
+
+
+def _unreadable_status(runs: Path) -> str | None:
+    """What is wrong with the first mangled status file among the run folders, if any is."""
+    for path in runs.glob("*/control/status.json"):
+        try:
+            ControlDirectory(path.parent).status()
+        except ControlError as error:
+            return str(error)
+    return None

@@ -1,0 +1,185 @@
+"""The main job, end to end, on real servers:  make demo  (or: python -m deploy.demo).
+
+A small GPT trains on the text of Python's own standard library. At a step that nothing but the
+trainer knows, one inner layer's weights are multiplied by 100. Prometheus must see it, Alertmanager
+must deliver it, the receiver must ask, and the trainer must be back on a healthy checkpoint.
+
+Exit status: 0 if each of these was observed from outside and the loss is back; 1 if not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import random
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from deploy.demo.observe import Observer
+from deploy.demo.servers import REPOSITORY, Server, free_port, running
+from deploy.demo.stack import Stack, stack
+
+RUN = "gpt-demo"
+FOLDER = REPOSITORY / "build" / "demo"
+
+STEPS = 1_000
+SAVE_EVERY = 100
+FAULT_STEPS = range(420, 520)
+"""After step 300, by which all baselines have settled, and with 400 steps left to recover in."""
+
+PATIENCE_SECONDS = 170
+"""The demo's own limit; on two cores it takes about a minute and a half."""
+
+
+def main() -> int:
+    """Run the demo; the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="make demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--keep", action="store_true", help="leave the servers up until Ctrl-C and print where"
+    )
+    parser.add_argument("--seed", type=int, help="of training and of the fault's step")
+    arguments = parser.parse_args()
+    # Ended in any way, everything that was started is ended too.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: sys.exit(1))
+    console = Console()
+    try:
+        return demo(console, arguments.keep, arguments.seed)
+    except KeyboardInterrupt:
+        console.print("interrupted; all processes were ended")
+        return 130
+
+
+def demo(console: Console, keep: bool, seed: int | None) -> int:
+    """Start everything, watch it, report."""
+    choice = random.Random(seed)
+    fault_step = choice.choice(FAULT_STEPS)
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    FOLDER.mkdir(parents=True)
+    exporter_port, chat_port = free_port(), free_port()
+    chat = FOLDER / "chat.jsonl"
+    chat.touch()
+    python = [sys.executable, "-m"]
+    train: list[str | Path] = [
+        *(*python, "deploy.demo.train", "--run", RUN, "--log-dir", FOLDER / "runs"),
+        *("--port", str(exporter_port), "--steps", str(STEPS), "--save-every", str(SAVE_EVERY)),
+        *("--fault-step", str(fault_step), "--seed", str(choice.randrange(10_000))),
+    ]
+    with contextlib.ExitStack() as opened:
+        console.print(f"Starting Prometheus, Alertmanager and the receiver in {_short(FOLDER)}")
+        servers = opened.enter_context(
+            stack(FOLDER, exporter_port=exporter_port, chat_url=f"http://127.0.0.1:{chat_port}/")
+        )
+        opened.enter_context(
+            running(
+                "chat", [*python, "deploy.demo.chat", str(chat_port), chat], FOLDER, cwd=REPOSITORY
+            )
+        )
+        trainer = opened.enter_context(running("trainer", train, FOLDER, cwd=REPOSITORY))
+        observer = Observer(servers, RUN, trainer.log, chat)
+        watch(console, observer, trainer)
+        faults = observer.missed()
+        code = trainer.returncode()
+        if code != 0:
+            faults.append(
+                "the trainer did not finish in time"
+                if code is None
+                else f"the trainer: exit {code}"
+            )
+        report(console, observer, faults)
+        if faults and code:
+            console.print(trainer.tail(), markup=False, highlight=False)
+        if keep:
+            hold(console, servers)
+    return 1 if faults else 0
+
+
+def watch(console: Console, observer: Observer, trainer: Server) -> None:
+    """Look until the trainer has ended, and say what is seen when it is seen."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    with _progress(console) as progress:
+        task = progress.add_task("training", total=STEPS, loss="")
+        while True:
+            ended = trainer.returncode() is not None
+            for name in observer.look():
+                seen = observer.seen[name]
+                progress.console.print(f"  {_clock(seen.at)}  {name}: {seen.detail}", markup=False)
+            with contextlib.suppress(OSError):
+                step, loss = observer.progress()
+                progress.update(task, completed=step, loss=f"loss {loss:.2f}" if loss else "")
+            if ended or time.monotonic() > deadline:
+                break
+            time.sleep(0.25)  # a quarter of a scrape
+
+
+def report(console: Console, observer: Observer, faults: list[str]) -> None:
+    """The table of what was observed, and the verdict."""
+    start = observer.seen["fault"].at if "fault" in observer.seen else None
+    table = Table(title="What was observed, from outside", title_justify="left")
+    for column in ("milestone", "time", "after the fault", "step", "what was seen"):
+        right = column in ("after the fault", "step")
+        table.add_column(column, justify="right" if right else "left", overflow="fold")
+    for name in observer.NAMES:
+        seen = observer.seen.get(name)
+        if seen is None:
+            table.add_row(name, "-", "-", "-", "[red]not observed")
+            continue
+        after = "" if start is None else f"{seen.at - start:+.1f} s"
+        step = "" if seen.step is None else str(seen.step)
+        table.add_row(name, _clock(seen.at), after, step, seen.detail)
+    console.print(table)
+    for when, loss in observer.losses.items():
+        meaning = {
+            "before": "mean of the 10 s before the fault",
+            "at": "largest between fault and rollback",
+            "after": "mean of the last 10 s",
+        }[when]
+        console.print(f"  loss {when:>6}: {loss:.3f}  ({meaning})", highlight=False)
+    for fault in faults:
+        console.print(f"[red]missed: {fault}", highlight=False)
+    if not faults:
+        console.print("[green]The fault was seen, told, and undone.")
+
+
+def hold(console: Console, servers: Stack) -> None:
+    """Leave the servers up until Ctrl-C."""
+    for name, url in servers.urls.items():
+        console.print(f"  {name:<13} {url}")
+    console.print("The servers stay up until Ctrl-C.")
+    with contextlib.suppress(KeyboardInterrupt):
+        signal.pause()
+
+
+@contextlib.contextmanager
+def _progress(console: Console) -> Iterator[Progress]:
+    columns = (
+        TextColumn("step {task.completed:.0f} of {task.total:.0f}"),
+        BarColumn(),
+        TextColumn("{task.fields[loss]}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        yield progress
+
+
+def _clock(at: float) -> str:
+    return datetime.fromtimestamp(at).strftime("%H:%M:%S.%f")[:-5]
+
+
+def _short(path: Path) -> str:
+    return str(path.relative_to(REPOSITORY))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

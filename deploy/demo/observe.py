@@ -1,0 +1,240 @@
+"""What the demo must see, and where it looks: from outside, never in the trainer.
+
+Prometheus' and Alertmanager's HTTP APIs, the receiver's database, the checkpoints' files, the chat
+stand-in's file and the trainer's log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import sqlite3
+import time
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from deploy.demo.stack import Stack
+
+HARD = 100.0
+"""The shipped hard rule's threshold, times the baseline."""
+
+LOSS_SECONDS = 10.0
+"""Losses are compared as means over so many seconds: single batches differ by 0.3."""
+
+LOSS_TOLERANCE = 1.05
+"""The loss is back when its mean is at most this times the mean before the fault; training goes
+on meanwhile, so it should be below."""
+
+_FAULT = re.compile(r"^(\S+ \S+) train WARNING fault: .* before step (\d+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Milestone:
+    """Something that was seen: when (Unix seconds), at which step, and in words."""
+
+    at: float
+    step: int | None
+    detail: str
+
+
+@dataclass(slots=True)
+class Observer:
+    """Collects the milestones of one run.
+
+    Attributes:
+        stack: the servers.
+        run: the run's name.
+        trainer_log: the trainer's output.
+        chat: the chat stand-in's file.
+        seen: milestone name to what was seen, in the order of `NAMES`.
+        losses: mean loss "before" and "after", and the largest "at" the fault.
+    """
+
+    stack: Stack
+    run: str
+    trainer_log: Path
+    chat: Path
+    seen: dict[str, Milestone] = field(default_factory=dict)
+    losses: dict[str, float] = field(default_factory=dict)
+
+    NAMES = (
+        "fault",
+        "first bad sample",
+        "alert in Prometheus",
+        "alert in Alertmanager",
+        "message to people",
+        "notification of the receiver",
+        "request to the trainer",
+        "emergency checkpoint",
+        "rollback",
+        "first healthy step",
+    )
+
+    def look(self) -> list[str]:
+        """Look for everything that was not seen yet; the names of what is new."""
+        fresh = []
+        for name in self.NAMES:
+            if name not in self.seen:
+                find = getattr(self, "_" + name.replace(" ", "_"))
+                # Not there yet, or not whole yet, is for the next look.
+                with contextlib.suppress(OSError, sqlite3.OperationalError):
+                    found = find()
+                    if found is not None:
+                        self.seen[name] = found
+                        fresh.append(name)
+        return fresh
+
+    def missed(self) -> list[str]:
+        """After the run: what was not seen, or not as it must be; empty when all is well."""
+        faults = [f"not observed: {name}" for name in self.NAMES if name not in self.seen]
+        if faults:
+            return faults
+        self._compare_losses()
+        if not self.losses["at"] > self.losses["before"] * LOSS_TOLERANCE:
+            faults.append("the loss did not rise after the fault")
+        if not self.losses["after"] <= self.losses["before"] * LOSS_TOLERANCE:
+            faults.append("the loss after the rollback is not back to what it was")
+        if self.seen["first healthy step"].at < self.seen["rollback"].at:
+            faults.append("the layers were healthy before the rollback")
+        rollbacks = self._rows("SELECT id FROM requests WHERE action='recover' AND result='done'")
+        counted = self.stack.value(f'max_over_time(act_rollbacks_total{{run="{self.run}"}}[1h])')
+        if len(rollbacks) != 1 or counted != 1:
+            faults.append(f"{len(rollbacks)} rollbacks answered, {counted} counted, 1 expected")
+        return faults
+
+    def progress(self) -> tuple[int, float | None]:
+        """The run's step and loss as Prometheus last saw them."""
+        step = self.stack.value(f'act_step{{run="{self.run}"}}')
+        return int(step or 0), self.stack.value(f'act_loss{{run="{self.run}"}}')
+
+    def _fault(self) -> Milestone | None:
+        match = _FAULT.search(self.trainer_log.read_text())
+        if match is None:
+            return None
+        at = datetime.strptime(match[1], "%Y-%m-%d %H:%M:%S,%f").timestamp()
+        return Milestone(at, int(match[2]), "weights multiplied, says the trainer's log")
+
+    def _first_bad_sample(self) -> Milestone | None:
+        bad = f'layer:act_layer_absmax:baseline_ratio{{run="{self.run}"}} > {HARD:g}'
+        series = self._range(f"topk(1, {bad})")
+        if not series:
+            return None
+        first = min(series, key=lambda one: float(one["values"][0][0]))
+        at, ratio = first["values"][0]
+        layer = f"{first['metric']['layer']} {first['metric']['tensor']}"
+        return Milestone(at, self._step(at), f"{layer}: {float(ratio):.0f} times its baseline")
+
+    def _alert_in_Prometheus(self) -> Milestone | None:  # noqa: N802 (a server's name)
+        series = self._range(f'ALERTS{{alertname="ActRunaway",run="{self.run}"}}')
+        if not series:
+            return None
+        at = min(one["values"][0][0] for one in series)
+        return Milestone(at, self._step(at), "ActRunaway fires")
+
+    def _alert_in_Alertmanager(self) -> Milestone | None:  # noqa: N802
+        for alert in self.stack.alerts():
+            names = [receiver["name"] for receiver in alert["receivers"]]
+            if alert["labels"].get("run") == self.run and "trainer" in names:
+                what = f"{alert['labels']['alertname']} goes to {' and '.join(sorted(names))}"
+                return Milestone(time.time(), None, what)
+        return None
+
+    def _message_to_people(self) -> Milestone | None:
+        for line in self.chat.read_text().splitlines():
+            message = json.loads(line)
+            title = message["body"]["attachments"][0]["title"]
+            if self.run in title:
+                return Milestone(message["at"], None, f'chat: "{title}"')
+        return None
+
+    def _notification_of_the_receiver(self) -> Milestone | None:
+        row = self._recovery("d.received_at AS at, r.alert AS alert, d.id AS id")
+        if row is None:
+            return None
+        return Milestone(row["at"], None, f"delivery {row['id']}: {row['alert']}")
+
+    def _request_to_the_trainer(self) -> Milestone | None:
+        row = self._recovery("r.claimed_at AS at, r.action AS action, r.generation AS generation")
+        if row is None or row["at"] is None:
+            return None
+        return Milestone(row["at"], None, f"{row['action']}, generation {row['generation']}")
+
+    def _emergency_checkpoint(self) -> Milestone | None:
+        for path in (self.stack.runs / self.run).glob("checkpoints/*/manifest.json"):
+            manifest = json.loads(path.read_text())
+            if manifest["kind"] == "emergency":
+                return Milestone(manifest["created_at"], manifest["step"], path.parent.name)
+        return None
+
+    def _rollback(self) -> Milestone | None:
+        row = self._recovery("r.answered_at AS at, r.*")
+        if row is None or row["result"] != "done":
+            return None
+        folder = self.stack.runs / self.run / "checkpoints" / row["resumed_from"]
+        if not (folder / "manifest.json").exists():
+            return None
+        what = f"from step {row['step']} to {row['resumed_from']}"
+        return Milestone(row["at"], row["resumed_step"], what)
+
+    def _first_healthy_step(self) -> Milestone | None:
+        rollback = self.seen.get("rollback")
+        if rollback is None:
+            return None
+        labels = f'run="{self.run}"'
+        # Scrapes of the new generation that have layers, none of which is bad.
+        healthy = (
+            f'act_step{{{labels}}} and on (run) act_run_info{{{labels},generation="1"}}'
+            f" and on (run) max by (run) (layer:act_layer_absmax:baseline_ratio{{{labels}}})"
+            f" < {HARD:g}"
+        )
+        series = self._range(healthy, start=rollback.at)
+        if not series:
+            return None
+        at, step = series[0]["values"][0]
+        return Milestone(at, int(float(step)), "every layer is below 100 times its baseline")
+
+    def _compare_losses(self) -> None:
+        fault, rollback = self.seen["fault"].at, self.seen["rollback"].at
+        healthy = self.seen["first healthy step"].at
+        last = max(at for at, _ in self._losses(healthy, time.time()))
+        self.losses = {
+            "before": _mean(self._losses(fault - LOSS_SECONDS, fault)),
+            "at": max(loss for _, loss in self._losses(fault, rollback)),
+            "after": _mean(self._losses(max(healthy, last - LOSS_SECONDS), last)),
+        }
+
+    def _losses(self, start: float, end: float) -> list[tuple[float, float]]:
+        series = self._range(f'act_loss{{run="{self.run}"}}', start, end)
+        return [(float(at), float(loss)) for one in series for at, loss in one["values"]]
+
+    def _step(self, at: float) -> int | None:
+        step = self.stack.value(f'act_step{{run="{self.run}"}}', time=at)
+        return None if step is None else int(step)
+
+    def _range(
+        self, expression: str, start: float | None = None, end: float | None = None
+    ) -> list[dict[str, Any]]:
+        now = time.time()
+        # No demo is older than ten minutes.
+        return self.stack.query(expression, start=start or now - 600, end=end or now)
+
+    def _recovery(self, columns: str) -> sqlite3.Row | None:
+        rows = self._rows(
+            f"SELECT {columns} FROM requests r JOIN deliveries d ON d.id = r.delivery_id"  # noqa: S608
+            f" WHERE r.action = 'recover' AND r.run = ? ORDER BY r.created_at",
+            self.run,
+        )
+        return rows[0] if rows else None
+
+    def _rows(self, statement: str, *parameters: str) -> list[sqlite3.Row]:
+        uri = f"file:{self.stack.database}?mode=ro"
+        with contextlib.closing(sqlite3.connect(uri, uri=True, timeout=2)) as database:
+            database.row_factory = sqlite3.Row
+            return database.execute(statement, parameters).fetchall()
+
+
+def _mean(samples: list[tuple[float, float]]) -> float:
+    return sum(loss for _, loss in samples) / len(samples)

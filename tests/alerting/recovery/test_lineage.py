@@ -1,0 +1,99 @@
+"""Which checkpoint is next, and which may go: on manifests alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from alerting.recovery.health import verdict
+from alerting.recovery.lineage import Checkpoint, before_onset, expendable, line
+from alerting.recovery.manifest import Manifest
+
+
+def checkpoint(number, step, *, generation=0, parents=(), kind="periodic", health="pending"):
+    name = f"c{number}"
+    manifest = Manifest(
+        name=name,
+        kind=kind,
+        number=number,
+        step=step,
+        generation=generation,
+        parent=parents[0] if parents else None,
+        ancestors=tuple(parents[1:]),
+        world_size=1,
+        data=None,
+        torch="2",
+        created_at=0.0,
+        files={},
+    )
+    return Checkpoint(folder=Path(name), manifest=manifest, health=verdict(health, "test"))
+
+
+def names(checkpoints):
+    return [c.name for c in checkpoints]
+
+
+class TestLine:
+    def test_it_follows_the_parents_from_the_newest_of_the_generation(self):
+        found = [
+            checkpoint(1, 0),
+            checkpoint(2, 10, parents=["c1"]),
+            checkpoint(3, 20, parents=["c2", "c1"]),
+        ]
+        assert names(line(found, generation=0, base=())) == ["c3", "c2", "c1"]
+
+    def test_an_abandoned_branch_is_not_in_it_though_its_steps_are_higher(self):
+        found = [
+            checkpoint(1, 0),
+            checkpoint(2, 10, parents=["c1"]),
+            checkpoint(3, 20, parents=["c2", "c1"]),
+            checkpoint(4, 15, generation=1, parents=["c2", "c1"]),
+        ]
+        assert names(line(found, generation=1, base=("c2", "c1"))) == ["c4", "c2", "c1"]
+
+    def test_before_the_first_save_of_a_generation_it_is_what_it_descends_from(self):
+        found = [
+            checkpoint(1, 0),
+            checkpoint(2, 10, parents=["c1"]),
+            checkpoint(3, 20, parents=["c2"]),
+        ]
+        assert names(line(found, generation=1, base=("c2", "c1"))) == ["c2", "c1"]
+
+    def test_deleted_ones_between_do_not_break_it(self):
+        found = [checkpoint(1, 0), checkpoint(9, 90, parents=["c8", "c7", "c1"])]
+        assert names(line(found, generation=0, base=())) == ["c9", "c1"]
+
+    def test_backups_and_emergency_checkpoints_are_not_in_it(self):
+        found = [
+            checkpoint(1, 0),
+            checkpoint(2, 10, kind="backup", parents=["c1"]),
+            checkpoint(3, 11, kind="emergency", parents=["c1"]),
+        ]
+        assert names(line(found, generation=0, base=())) == ["c1"]
+
+
+@pytest.mark.parametrize(
+    ("step", "onset", "trusted"),
+    [(489, 500, True), (490, 500, False), (500, 500, False), (0, 2, True), (0, 1, False)],
+)
+def test_only_what_is_older_than_the_onset_by_more_than_the_margin_is_trusted(step, onset, trusted):
+    assert before_onset(step, onset, 10) is trusted
+
+
+class TestExpendable:
+    def test_the_newest_healthy_ones_stay(self):
+        found = [checkpoint(n, n * 10) for n in range(6)]
+        gone = expendable(found, line=found, resumed_from=None, keep=2)
+        assert names(gone) == ["c3", "c2", "c1", "c0"]
+
+    def test_and_the_one_that_the_generation_resumed_from(self):
+        found = [checkpoint(n, n * 10) for n in range(6)]
+        assert "c1" not in names(expendable(found, line=found, resumed_from="c1", keep=2))
+
+    def test_bad_ones_and_backups_have_places_of_their_own(self):
+        good = [checkpoint(n, n) for n in range(3)]
+        bad = [checkpoint(n, n, health="suspect") for n in range(3, 8)]
+        backups = [checkpoint(n, n, kind="backup", health="suspect") for n in range(8, 12)]
+        gone = expendable([*good, *bad, *backups], line=[*good, *bad], resumed_from=None, keep=2)
+        assert set(names(gone)) == {"c0", "c3", "c4", "c5", "c8", "c9"}
