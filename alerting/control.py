@@ -18,7 +18,6 @@ import json
 import logging
 import os
 import secrets
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +29,9 @@ log = logging.getLogger(__name__)
 
 Action = Literal["recover", "checkpoint"]
 Result = Literal["done", "refused", "failed"]
+_CLAIM_SECONDS = 60
+"""A claim takes milliseconds; what is older than this is nobody's any more."""
+
 ACTIONS: tuple[Action, ...] = get_args(Action)
 """In the order of precedence: the guard looks for a recovery first."""
 
@@ -149,6 +151,10 @@ class ControlDirectory:
         """Make the folders (the guard, once)."""
         self._requests.mkdir(parents=True, exist_ok=True)
         self._answers.mkdir(parents=True, exist_ok=True)
+        # A receiver killed between writing and claiming leaves its file behind.
+        for left in self._requests.glob(".claim-*"):
+            if time.time() - left.stat().st_mtime > _CLAIM_SECONDS:
+                left.unlink(missing_ok=True)
 
     def publish(self, status: Status) -> None:
         """Replace the run's status (the guard)."""
@@ -163,41 +169,53 @@ class ControlDirectory:
         return _read(self.path / "status.json", Status)
 
     def claim(self, request: Request) -> bool:
-        """Open `request`; False if one of its kind is open already (a receiver)."""
-        target = self._request_path(request.action)
-        handle, name = tempfile.mkstemp(dir=self._requests, prefix=".claim-")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
+        """Open `request`; False if one of its kind is open already (a receiver).
+
+        Raises:
+            OSError: it could not be written, or not be made durable; then `open_request` tells
+                whether it is open all the same.
+        """
+        claim = self._requests / f".claim-{request.id}"
+        with claim.open("x", encoding="utf-8") as file:
+            try:
                 file.write(_to_json(request))
                 file.flush()
                 os.fsync(file.fileno())
-            # mkstemp makes 0600, but guard and receiver may be two users of one group.
-            Path(name).chmod(0o640)
-            try:
-                os.link(name, target)
-            except FileExistsError:
-                return False
-            sync_folder(self._requests)
-            return True
-        finally:
-            Path(name).unlink()
+                try:
+                    os.link(claim, self._request_path(request.action))
+                except FileExistsError:
+                    return False
+            finally:
+                claim.unlink()
+        sync_folder(self._requests)
+        return True
 
     def open_request(self, action: Action) -> Request | None:
-        """The open request of that kind, or None.
+        """The open request of that kind, or None; changes nothing.
 
-        A file that is no request is set aside with a warning: it would block its kind for ever.
-        One that has its answer already (the guard died between the two) is closed.
+        Raises:
+            ControlError: the file is no request.
+        """
+        request = _read(self._request_path(action), Request)
+        return None if request is None or self._is_answered(request) else request
+
+    def take_up(self, action: Action) -> Request | None:
+        """The same for the guard, which also clears away what would block the kind for ever.
+
+        A request whose answer is there is closed (the guard died between the two); a file that is
+        no request is set aside with a warning. Only the guard does so: a receiver might remove a
+        request that was opened since it looked.
         """
         path = self._request_path(action)
         try:
             request = _read(path, Request)
         except ControlError as error:
             aside = path.with_suffix(f".rejected-{time.time_ns()}")
-            log.warning("%s; set aside as %s", error, aside.name)
             path.rename(aside)
+            log.warning("%s; set aside as %s", error, aside.name)
             return None
-        if request is not None and self._answer_path(request.id).exists():
-            self._close(request.action)
+        if request is not None and self._is_answered(request):
+            self._close(action)
             return None
         return request
 
@@ -209,6 +227,9 @@ class ControlDirectory:
     def read_answer(self, request_id: str) -> Answer | None:
         """The guard's answer to that request, or None so far (a receiver)."""
         return _read(self._answer_path(request_id), Answer)
+
+    def _is_answered(self, request: Request) -> bool:
+        return self._answer_path(request.id).exists()
 
     def _close(self, action: Action) -> None:
         self._request_path(action).unlink(missing_ok=True)

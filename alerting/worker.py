@@ -246,7 +246,7 @@ def _claim(intent: Intent) -> Decision:
             return _requested(intent)
         raise
     holder = control.open_request(request.action)
-    # Nothing is open any more: it was answered just now, or it was mangled and is set aside.
+    # Nothing is open any more: it was answered just now.
     if holder is None and control.claim(request):
         return _requested(intent)
     return replace(

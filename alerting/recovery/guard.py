@@ -76,7 +76,7 @@ class TrainingGuard:
         state: Mapping[str, Stateful] | None = None,
         exporter: Detector | None = None,
         run: str | None = None,
-        # The first document asks for every 500 steps or 15 minutes.
+        # What a crash may cost, against what a save costs; 15 minutes bound it for slow steps.
         save_every_steps: int = 500,
         save_every_seconds: float = 900,
         # Two to go back to where the newest turns out to be bad, and one more.

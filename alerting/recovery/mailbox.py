@@ -51,7 +51,7 @@ class Mailbox:
     def find(self, action: Action) -> Request | None:
         """The open request of that kind, whatever it is about; None where there is none."""
         try:
-            request = self._control.open_request(action)
+            request = self._control.take_up(action)
         except (ControlError, OSError) as error:
             log.warning("a request to %s cannot be read: %s", action, error)
             return None

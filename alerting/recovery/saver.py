@@ -108,9 +108,10 @@ class Saver:
             self._save = None
             raise self._failed(manifest, error) from error
         log.info(
-            "step %d: published checkpoint %s after %.2f s",
+            "step %d: published checkpoint %s (%s) after %.2f s",
             manifest.step,
             manifest.name,
+            checkpoint.health.health,
             seconds,
         )
         self.last_seconds = seconds
@@ -160,7 +161,7 @@ class Saver:
         onset = self._detector.onset()
         if onset is not None and not before_onset(manifest.step, onset, self._margin):
             return verdict("suspect", f"step {onset} was bad when it was published")
-        return verdict("pending", "published; nothing bad was known")
+        return verdict("pending", "no bad step was known from before it when it was published")
 
     def _failed(self, manifest: Manifest, error: BaseException) -> CheckpointError:
         self.failures += 1

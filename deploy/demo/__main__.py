@@ -31,10 +31,10 @@ from deploy.demo.stack import Stack, stack
 RUN = "gpt-demo"
 FOLDER = REPOSITORY / "build" / "demo"
 
-STEPS = 1_000
+STEPS = 800
 SAVE_EVERY = 100
 FAULT_STEPS = range(420, 520)
-"""After step 300, by which all baselines have settled, and with 400 steps left to recover in."""
+"""After step 300, by which all baselines have settled, and with 300 steps left to recover in."""
 
 PATIENCE_SECONDS = 170
 """The demo's own limit; on two cores it takes about a minute and a half."""
@@ -53,7 +53,8 @@ def main() -> int:
     # Ended in any way, everything that was started is ended too.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit(1))
-    console = Console()
+    # Where nobody's terminal says how wide it is, the table's rows fit on a line.
+    console = Console(width=None if sys.stdout.isatty() else 130)
     try:
         return demo(console, arguments.keep, arguments.seed)
     except KeyboardInterrupt:
@@ -71,11 +72,16 @@ def demo(console: Console, keep: bool, seed: int | None) -> int:
     chat = FOLDER / "chat.jsonl"
     chat.touch()
     python = [sys.executable, "-m"]
-    train: list[str | Path] = [
-        *(*python, "deploy.demo.train", "--run", RUN, "--log-dir", FOLDER / "runs"),
-        *("--port", str(exporter_port), "--steps", str(STEPS), "--save-every", str(SAVE_EVERY)),
-        *("--fault-step", str(fault_step), "--seed", str(choice.randrange(10_000))),
-    ]
+    options = {
+        "run": RUN,
+        "log-dir": FOLDER / "runs",
+        "port": exporter_port,
+        "steps": STEPS,
+        "save-every": SAVE_EVERY,
+        "fault-step": fault_step,
+        "seed": choice.randrange(10_000),
+    }
+    train = [*python, "deploy.demo.train", *(f"--{name}={it}" for name, it in options.items())]
     with contextlib.ExitStack() as opened:
         console.print(f"Starting Prometheus, Alertmanager and the receiver in {_short(FOLDER)}")
         servers = opened.enter_context(

@@ -10,11 +10,11 @@ import contextlib
 import json
 import re
 import sqlite3
+import statistics
 import time
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from deploy.demo.stack import Stack
 
@@ -118,21 +118,23 @@ class Observer:
         return Milestone(at, int(match[2]), "weights multiplied, says the trainer's log")
 
     def _first_bad_sample(self) -> Milestone | None:
-        bad = f'layer:act_layer_absmax:baseline_ratio{{run="{self.run}"}} > {HARD:g}'
-        series = self._range(f"topk(1, {bad})")
-        if not series:
+        bad = [
+            (at, ratio, f"{labels['layer']} {labels['tensor']}")
+            for labels, samples in self._stored("layer:act_layer_absmax:baseline_ratio")
+            for at, ratio in samples
+            if ratio > HARD
+        ]
+        if not bad:
             return None
-        first = min(series, key=lambda one: float(one["values"][0][0]))
-        at, ratio = first["values"][0]
-        layer = f"{first['metric']['layer']} {first['metric']['tensor']}"
-        return Milestone(at, self._step(at), f"{layer}: {float(ratio):.0f} times its baseline")
+        first = min(at for at, _, _ in bad)
+        ratio, layer = max((ratio, layer) for at, ratio, layer in bad if at == first)
+        return Milestone(first, self._step(first), f"{layer}: {ratio:.0f} times its baseline")
 
     def _alert_in_Prometheus(self) -> Milestone | None:  # noqa: N802 (a server's name)
-        series = self._range(f'ALERTS{{alertname="ActRunaway",run="{self.run}"}}')
-        if not series:
+        times = self._times("ALERTS", alertname="ActRunaway", alertstate="firing")
+        if not times:
             return None
-        at = min(one["values"][0][0] for one in series)
-        return Milestone(at, self._step(at), "ActRunaway fires")
+        return Milestone(times[0], self._step(times[0]), "ActRunaway fires")
 
     def _alert_in_Alertmanager(self) -> Milestone | None:  # noqa: N802
         for alert in self.stack.alerts():
@@ -181,45 +183,60 @@ class Observer:
 
     def _first_healthy_step(self) -> Milestone | None:
         rollback = self.seen.get("rollback")
-        if rollback is None:
+        scrapes = self._times("act_run_info", generation="1")
+        if rollback is None or not scrapes:
             return None
-        labels = f'run="{self.run}"'
-        # Scrapes of the new generation that have layers, none of which is bad.
-        healthy = (
-            f'act_step{{{labels}}} and on (run) act_run_info{{{labels},generation="1"}}'
-            f" and on (run) max by (run) (layer:act_layer_absmax:baseline_ratio{{{labels}}})"
-            f" < {HARD:g}"
-        )
-        series = self._range(healthy, start=rollback.at)
-        if not series:
+        # Rules are judged a little after the scrape; all of a judgement's samples have one time.
+        worst: dict[float, float] = {}
+        for _, samples in self._stored("layer:act_layer_absmax:baseline_ratio"):
+            for at, ratio in samples:
+                worst[at] = max(ratio, worst.get(at, 0.0))
+        healthy = [at for at, ratio in sorted(worst.items()) if at >= scrapes[0] and ratio <= HARD]
+        if not healthy:
             return None
-        at, step = series[0]["values"][0]
-        return Milestone(at, int(float(step)), "every layer is below 100 times its baseline")
+        what = "every layer is below 100 times its baseline"
+        return Milestone(healthy[0], self._step(healthy[0]), what)
 
     def _compare_losses(self) -> None:
         fault, rollback = self.seen["fault"].at, self.seen["rollback"].at
         healthy = self.seen["first healthy step"].at
-        last = max(at for at, _ in self._losses(healthy, time.time()))
+        losses = [sample for _, samples in self._stored("act_loss") for sample in samples]
+        last = max(at for at, _ in losses)
+
+        def between(start: float, end: float) -> list[float]:
+            return [loss for at, loss in losses if start <= at <= end]
+
         self.losses = {
-            "before": _mean(self._losses(fault - LOSS_SECONDS, fault)),
-            "at": max(loss for _, loss in self._losses(fault, rollback)),
-            "after": _mean(self._losses(max(healthy, last - LOSS_SECONDS), last)),
+            "before": statistics.mean(between(fault - LOSS_SECONDS, fault)),
+            "at": max(between(fault, rollback)),
+            "after": statistics.mean(between(max(healthy, last - LOSS_SECONDS), last)),
         }
 
-    def _losses(self, start: float, end: float) -> list[tuple[float, float]]:
-        series = self._range(f'act_loss{{run="{self.run}"}}', start, end)
-        return [(float(at), float(loss)) for one in series for at, loss in one["values"]]
-
     def _step(self, at: float) -> int | None:
-        step = self.stack.value(f'act_step{{run="{self.run}"}}', time=at)
-        return None if step is None else int(step)
+        """The run's step at its last scrape before that time."""
+        steps = [
+            sample
+            for _, samples in self._stored("act_step")
+            for sample in samples
+            if sample[0] <= at
+        ]
+        return int(max(steps)[1]) if steps else None
 
-    def _range(
-        self, expression: str, start: float | None = None, end: float | None = None
-    ) -> list[dict[str, Any]]:
-        now = time.time()
-        # No demo is older than ten minutes.
-        return self.stack.query(expression, start=start or now - 600, end=end or now)
+    def _times(self, metric: str, **labels: str) -> list[float]:
+        return sorted(at for _, samples in self._stored(metric, **labels) for at, _ in samples)
+
+    def _stored(
+        self, metric: str, **labels: str
+    ) -> list[tuple[dict[str, str], list[tuple[float, float]]]]:
+        """Each series of the run and its samples, as Prometheus stored them."""
+        selector = ",".join(
+            f'{name}="{value}"' for name, value in {"run": self.run, **labels}.items()
+        )
+        # No demo is older than an hour.
+        return [
+            (series["metric"], [(float(at), float(value)) for at, value in series["values"]])
+            for series in self.stack.query(f"{metric}{{{selector}}}[1h]")
+        ]
 
     def _recovery(self, columns: str) -> sqlite3.Row | None:
         rows = self._rows(
@@ -234,7 +251,3 @@ class Observer:
         with contextlib.closing(sqlite3.connect(uri, uri=True, timeout=2)) as database:
             database.row_factory = sqlite3.Row
             return database.execute(statement, parameters).fetchall()
-
-
-def _mean(samples: list[tuple[float, float]]) -> float:
-    return sum(loss for _, loss in samples) / len(samples)

@@ -54,26 +54,25 @@ class Stack:
     runs: Path
     database: Path
 
-    def query(self, expression: str, **at: float) -> list[dict[str, Any]]:
-        """Prometheus' answer to an instant query (`time=`), or over a range (`start=`, `end=`).
+    def query(self, expression: str, time: float | None = None) -> list[dict[str, Any]]:
+        """Prometheus' answer to an instant query, now or at `time`.
 
-        A range is read at each second.
+        A range (`metric[1h]`) gives the samples as they were stored, with their own times.
         """
-        call = "query_range" if "start" in at else "query"
-        parameters: dict[str, str | float] = {"query": expression, **at}
-        if call == "query_range":
-            parameters["step"] = 1
+        parameters: dict[str, str | float] = {"query": expression}
+        if time is not None:
+            parameters["time"] = time
         answer = requests.get(
-            f"{self.urls['prometheus']}/api/v1/{call}", params=parameters, timeout=5
+            f"{self.urls['prometheus']}/api/v1/query", params=parameters, timeout=5
         ).json()
         if answer["status"] != "success":
             raise ValueError(f"{expression}: {answer['error']}")
         result: list[dict[str, Any]] = answer["data"]["result"]
         return result
 
-    def value(self, expression: str, **at: float) -> float | None:
+    def value(self, expression: str) -> float | None:
         """The first value of an instant query, or None where there is no sample."""
-        result = self.query(expression, **at)
+        result = self.query(expression)
         return float(result[0]["value"][1]) if result else None
 
     def alerts(self) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -168,8 +169,10 @@ class TestOpenRequest:
         control = register(tmp_path)
         (control.path / "requests" / "recover.json").write_text(content)
 
+        with pytest.raises(ControlError, match=r"recover\.json"):
+            control.open_request("recover")
         with caplog.at_level(logging.WARNING):
-            assert control.open_request("recover") is None
+            assert control.take_up("recover") is None
 
         assert "set aside" in caplog.text
         assert len(list((control.path / "requests").glob("*.rejected-*"))) == 1
@@ -185,7 +188,19 @@ class TestOpenRequest:
         (control.path / "requests" / "recover.json").write_text(content)
 
         assert control.open_request("recover") is None
+        assert not control.claim(request())
+        assert control.take_up("recover") is None
         assert control.claim(request())
+
+    def test_claims_that_a_crash_left_are_swept_when_the_guard_starts(self, tmp_path: Path) -> None:
+        control = register(tmp_path)
+        old, new = (control.path / "requests" / f".claim-{name}" for name in ("old", "new"))
+        old.touch()
+        new.touch()
+        os.utime(old, (0, 0))
+        control.create()
+        assert not old.exists()
+        assert new.exists()
 
 
 class TestStatus:

@@ -212,8 +212,10 @@ class TestDecisions:
         (control.path / "requests" / "recover.json").write_text("{")
         with desk.working() as store:
             desk.deliver(store, alert())
+            assert control.take_up("recover") is None  # the guard sets it aside
+            desk.deliver(store, alert())
         assert control.open_request("recover") is not None
-        assert desk.outcomes() == ["requested"]
+        assert desk.outcomes() == ["failed", "requested"]
 
     def test_a_delivery_that_no_longer_parses_holds_up_nothing(self, desk: Desk) -> None:
         control = register(desk.runs)
