@@ -186,7 +186,10 @@ class Exporter:
         self._finish_step(step)
 
     def onset(self) -> int | None:
-        """The first step since the last reset that broke the hard rule or was not finite."""
+        """The first step of the present anomaly that broke the hard rule or was not finite.
+
+        None when there is none: since the last reset, or for 100 sampled steps.
+        """
         self._take_in()
         onset = self._history.onset
         return onset.step if onset is not None else None

@@ -57,6 +57,10 @@ class Thresholds:
     baseline_steps: int = 100
     """Sampled steps whose median is the baseline, once two blocks in a row agree."""
 
+    clean_steps: int = 100
+    """Sampled steps without a bad one after which an onset is forgotten: a spike that passed by
+    itself must not make every later checkpoint suspect. As long as the guard's clean stretch."""
+
     peak_seconds: float = 120.0
     """How long a peak is held: more than two scrapes of 15 s with one failed."""
 
@@ -76,7 +80,7 @@ class Thresholds:
 
 @dataclass(frozen=True, slots=True)
 class Onset:
-    """The first bad step since the last reset: when, where and why."""
+    """The first bad step of an anomaly: when, where and why."""
 
     step: int
     layer: str
@@ -154,6 +158,7 @@ class History:
         self._clock = clock
         count = len(taps)
         self.onset: Onset | None = None
+        self._clean = 0  # sampled steps since the last bad one
         self._rows = np.zeros((count, len(Column)))  # each tap's last sampled step
         self._window = Window(count, thresholds.window, thresholds.window_minimum)
         self._baseline = Baseline([tap.kind for tap in taps], thresholds.baseline_steps)
@@ -248,16 +253,15 @@ class History:
         self._window.restore(state["window"], np.array(own, dtype=np.int64), saved)
 
     def _note_onset(self, step: int, broken: npt.NDArray[np.bool_]) -> None:
-        if self.onset is not None or not broken.any():
-            return
-        for rule in SERIOUS:
-            taps = np.flatnonzero(broken[RULES.index(rule)])
-            if taps.size and (self.onset is None or taps[0] < self._index(self.onset)):
-                layer, tensor = self._taps[taps[0]]
-                self.onset = Onset(step, layer, tensor, rule)
-
-    def _index(self, onset: Onset) -> int:
-        return self._taps.index((onset.layer, onset.tensor))
+        serious = [RULES.index(rule) for rule in SERIOUS]
+        rules, taps = np.nonzero(broken[serious])
+        self._clean = 0 if taps.size else self._clean + 1
+        if self.onset is None and taps.size:
+            first = np.argmin(taps)
+            layer, tensor = self._taps[taps[first]]
+            self.onset = Onset(step, layer, tensor, SERIOUS[rules[first]])
+        elif self._clean >= self._thresholds.clean_steps:
+            self.onset = None
 
 
 def _check(value: Any, like: Any, where: str) -> None:

@@ -148,6 +148,19 @@ class TestOnset:
         run.feed(math.nan, 500.0, nan=1)
         assert run.history.onset == Onset(41, "a", "output", "nonfinite")
 
+    def test_a_spike_that_passes_is_forgotten_after_a_clean_stretch(self, run: Run) -> None:
+        run.feed(500.0, 1.0)
+        run.feed(1.0, 1.0, steps=99)
+        assert run.history.onset == Onset(41, "a", "output", "hard")
+        run.feed(1.0, 1.0)
+        assert run.history.onset is None
+
+    def test_an_anomaly_that_goes_on_keeps_its_first_step(self, run: Run) -> None:
+        for _ in range(5):
+            run.feed(500.0, 1.0)
+            run.feed(1.0, 1.0, steps=60)
+        assert run.history.onset == Onset(41, "a", "output", "hard")
+
     def test_a_reset_forgets_it_with_peaks_and_counts(self, run: Run) -> None:
         run.feed(500.0, 1.0, steps=5)
         run.history.reset()

@@ -21,7 +21,7 @@ import yaml
 from aiosmtpd.controller import Controller
 from aiosmtpd.smtp import AuthResult, Envelope, LoginPassword
 
-from tests.servers import REPOSITORY, Server, binary, free_port, running, wait_for
+from deploy.demo.servers import REPOSITORY, Server, binary, free_port, running, wait_for
 
 CONFIG = REPOSITORY / "alerting" / "alertmanager.yml"
 RULES = sorted((REPOSITORY / "prometheus" / "rules").glob("*.yml"))

@@ -13,7 +13,7 @@ import pytest
 import requests
 import yaml
 
-from tests.servers import REPOSITORY, free_port, running
+from deploy.demo.servers import REPOSITORY, free_port, running
 
 TOKEN = "correct-horse-battery-staple"
 COMMAND = Path(sys.executable).with_name("act-alerting")

@@ -16,8 +16,8 @@ import pytest
 
 from alerting.control import Answer, ControlDirectory, Request, new_request_id
 from alerting.exceptions import ControlError
+from deploy.demo.servers import REPOSITORY
 from tests.alerting.deliveries import RUN, register, status
-from tests.servers import REPOSITORY
 
 CLAIMANT = """
 import sys, time

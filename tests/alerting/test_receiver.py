@@ -26,10 +26,10 @@ from alerting.control import ControlDirectory
 from alerting.receiver import create_app
 from alerting.settings import Settings
 from alerting.store import Store
+from deploy.demo.servers import REPOSITORY, Server, free_port, running, wait_for
 from tests.alerting.deliveries import RUN, alert, payload, register, status, text
 from tests.alerting.test_control import answer_to
 from tests.alerting.test_store import rows
-from tests.servers import REPOSITORY, Server, free_port, running, wait_for
 
 TOKEN = "correct-horse-battery-staple"
 TIMEOUT = 20

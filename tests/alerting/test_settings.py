@@ -16,7 +16,7 @@ from alerting.settings import (
     KEYS,
     load_settings,
 )
-from tests.servers import REPOSITORY
+from deploy.demo.servers import REPOSITORY
 
 SHIPPED = REPOSITORY / "alerting" / "receiver.yml"
 TOKEN = "correct-horse-battery-staple"

@@ -19,10 +19,10 @@ from alerting.metrics import Metrics
 from alerting.settings import Settings
 from alerting.store import Intent, Store
 from alerting.worker import LOST_AFTER_SECONDS, Worker
+from deploy.demo.servers import wait_for
 from tests.alerting.deliveries import RUN, alert, register, status, text
 from tests.alerting.test_control import answer_to
 from tests.alerting.test_store import rows
-from tests.servers import wait_for
 
 CHECKPOINT = alert("ActLayerAboveBaseline", action="checkpoint")
 

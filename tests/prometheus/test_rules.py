@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.servers import REPOSITORY, binary
+from deploy.demo.servers import REPOSITORY, binary
 
 PROMETHEUS = REPOSITORY / "prometheus"
 RULE_FILES = sorted((PROMETHEUS / "rules").glob("*.yml"))
