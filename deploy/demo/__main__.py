@@ -30,6 +30,8 @@ from deploy.demo.stack import Stack, stack
 
 RUN = "gpt-demo"
 FOLDER = REPOSITORY / "build" / "demo"
+MARK = "chat.jsonl"
+"""The first file of a demo: a folder that has it may be emptied by the next one."""
 
 STEPS = 800
 SAVE_EVERY = 100
@@ -49,32 +51,38 @@ def main() -> int:
         "--keep", action="store_true", help="leave the servers up until Ctrl-C and print where"
     )
     parser.add_argument("--seed", type=int, help="of training and of the fault's step")
+    parser.add_argument(
+        "--folder", type=Path, default=FOLDER, help="for all files; emptied (default: build/demo)"
+    )
     arguments = parser.parse_args()
+    folder = arguments.folder.resolve()
+    if folder.exists() and any(folder.iterdir()) and not (folder / MARK).exists():
+        parser.error(f"--folder {folder} holds files that are not the demo's")
     # Ended in any way, everything that was started is ended too.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit(1))
     # Where nobody's terminal says how wide it is, the table's rows fit on a line.
     console = Console(width=None if sys.stdout.isatty() else 130)
     try:
-        return demo(console, arguments.keep, arguments.seed)
+        return demo(console, folder, arguments.keep, arguments.seed)
     except KeyboardInterrupt:
         console.print("interrupted; all processes were ended")
         return 130
 
 
-def demo(console: Console, keep: bool, seed: int | None) -> int:
+def demo(console: Console, folder: Path, keep: bool, seed: int | None) -> int:
     """Start everything, watch it, report."""
     choice = random.Random(seed)
     fault_step = choice.choice(FAULT_STEPS)
-    shutil.rmtree(FOLDER, ignore_errors=True)
-    FOLDER.mkdir(parents=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     exporter_port, chat_port = free_port(), free_port()
-    chat = FOLDER / "chat.jsonl"
+    chat = folder / MARK
     chat.touch()
     python = [sys.executable, "-m"]
     options = {
         "run": RUN,
-        "log-dir": FOLDER / "runs",
+        "log-dir": folder / "runs",
         "port": exporter_port,
         "steps": STEPS,
         "save-every": SAVE_EVERY,
@@ -83,16 +91,16 @@ def demo(console: Console, keep: bool, seed: int | None) -> int:
     }
     train = [*python, "deploy.demo.train", *(f"--{name}={it}" for name, it in options.items())]
     with contextlib.ExitStack() as opened:
-        console.print(f"Starting Prometheus, Alertmanager and the receiver in {_short(FOLDER)}")
+        console.print(f"Starting Prometheus, Alertmanager and the receiver in {folder}")
         servers = opened.enter_context(
-            stack(FOLDER, exporter_port=exporter_port, chat_url=f"http://127.0.0.1:{chat_port}/")
+            stack(folder, exporter_port=exporter_port, chat_url=f"http://127.0.0.1:{chat_port}/")
         )
         opened.enter_context(
             running(
-                "chat", [*python, "deploy.demo.chat", str(chat_port), chat], FOLDER, cwd=REPOSITORY
+                "chat", [*python, "deploy.demo.chat", str(chat_port), chat], folder, cwd=REPOSITORY
             )
         )
-        trainer = opened.enter_context(running("trainer", train, FOLDER, cwd=REPOSITORY))
+        trainer = opened.enter_context(running("trainer", train, folder, cwd=REPOSITORY))
         observer = Observer(servers, RUN, trainer.log, chat)
         watch(console, observer, trainer)
         faults = observer.missed()
@@ -136,7 +144,7 @@ def report(console: Console, observer: Observer, faults: list[str]) -> None:
     for column in ("milestone", "time", "after the fault", "step", "what was seen"):
         right = column in ("after the fault", "step")
         table.add_column(column, justify="right" if right else "left", overflow="fold")
-    for name in observer.NAMES:
+    for name in observer.finders:
         seen = observer.seen.get(name)
         if seen is None:
             table.add_row(name, "-", "-", "-", "[red]not observed")
@@ -181,10 +189,6 @@ def _progress(console: Console) -> Iterator[Progress]:
 
 def _clock(at: float) -> str:
     return datetime.fromtimestamp(at).strftime("%H:%M:%S.%f")[:-5]
-
-
-def _short(path: Path) -> str:
-    return str(path.relative_to(REPOSITORY))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import re
 import sqlite3
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -49,7 +50,8 @@ class Observer:
         run: the run's name.
         trainer_log: the trainer's output.
         chat: the chat stand-in's file.
-        seen: milestone name to what was seen, in the order of `NAMES`.
+        finders: milestone name to the method that looks for it, in the order of the loop.
+        seen: milestone name to what was seen.
         losses: mean loss "before" and "after", and the largest "at" the fault.
     """
 
@@ -57,28 +59,29 @@ class Observer:
     run: str
     trainer_log: Path
     chat: Path
+    finders: dict[str, Callable[[], Milestone | None]] = field(init=False)
     seen: dict[str, Milestone] = field(default_factory=dict)
     losses: dict[str, float] = field(default_factory=dict)
 
-    NAMES = (
-        "fault",
-        "first bad sample",
-        "alert in Prometheus",
-        "alert in Alertmanager",
-        "message to people",
-        "notification of the receiver",
-        "request to the trainer",
-        "emergency checkpoint",
-        "rollback",
-        "first healthy step",
-    )
+    def __post_init__(self) -> None:
+        self.finders = {
+            "fault": self._fault,
+            "first bad sample": self._bad_sample,
+            "alert in Prometheus": self._prometheus_alert,
+            "alert in Alertmanager": self._alertmanager_alert,
+            "message to people": self._message,
+            "notification of the receiver": self._notification,
+            "request to the trainer": self._request,
+            "emergency checkpoint": self._emergency_checkpoint,
+            "rollback": self._rollback,
+            "first healthy step": self._healthy_step,
+        }
 
     def look(self) -> list[str]:
         """Look for everything that was not seen yet; the names of what is new."""
         fresh = []
-        for name in self.NAMES:
+        for name, find in self.finders.items():
             if name not in self.seen:
-                find = getattr(self, "_" + name.replace(" ", "_"))
                 # Not there yet, or not whole yet, is for the next look.
                 with contextlib.suppress(OSError, sqlite3.OperationalError):
                     found = find()
@@ -89,7 +92,7 @@ class Observer:
 
     def missed(self) -> list[str]:
         """After the run: what was not seen, or not as it must be; empty when all is well."""
-        faults = [f"not observed: {name}" for name in self.NAMES if name not in self.seen]
+        faults = [f"not observed: {name}" for name in self.finders if name not in self.seen]
         if faults:
             return faults
         self._compare_losses()
@@ -117,7 +120,7 @@ class Observer:
         at = datetime.strptime(match[1], "%Y-%m-%d %H:%M:%S,%f").timestamp()
         return Milestone(at, int(match[2]), "weights multiplied, says the trainer's log")
 
-    def _first_bad_sample(self) -> Milestone | None:
+    def _bad_sample(self) -> Milestone | None:
         bad = [
             (at, ratio, f"{labels['layer']} {labels['tensor']}")
             for labels, samples in self._stored("layer:act_layer_absmax:baseline_ratio")
@@ -130,13 +133,13 @@ class Observer:
         ratio, layer = max((ratio, layer) for at, ratio, layer in bad if at == first)
         return Milestone(first, self._step(first), f"{layer}: {ratio:.0f} times its baseline")
 
-    def _alert_in_Prometheus(self) -> Milestone | None:  # noqa: N802 (a server's name)
+    def _prometheus_alert(self) -> Milestone | None:
         times = self._times("ALERTS", alertname="ActRunaway", alertstate="firing")
         if not times:
             return None
         return Milestone(times[0], self._step(times[0]), "ActRunaway fires")
 
-    def _alert_in_Alertmanager(self) -> Milestone | None:  # noqa: N802
+    def _alertmanager_alert(self) -> Milestone | None:
         for alert in self.stack.alerts():
             names = [receiver["name"] for receiver in alert["receivers"]]
             if alert["labels"].get("run") == self.run and "trainer" in names:
@@ -144,7 +147,7 @@ class Observer:
                 return Milestone(time.time(), None, what)
         return None
 
-    def _message_to_people(self) -> Milestone | None:
+    def _message(self) -> Milestone | None:
         for line in self.chat.read_text().splitlines():
             message = json.loads(line)
             title = message["body"]["attachments"][0]["title"]
@@ -152,13 +155,13 @@ class Observer:
                 return Milestone(message["at"], None, f'chat: "{title}"')
         return None
 
-    def _notification_of_the_receiver(self) -> Milestone | None:
+    def _notification(self) -> Milestone | None:
         row = self._recovery("d.received_at AS at, r.alert AS alert, d.id AS id")
         if row is None:
             return None
         return Milestone(row["at"], None, f"delivery {row['id']}: {row['alert']}")
 
-    def _request_to_the_trainer(self) -> Milestone | None:
+    def _request(self) -> Milestone | None:
         row = self._recovery("r.claimed_at AS at, r.action AS action, r.generation AS generation")
         if row is None or row["at"] is None:
             return None
@@ -181,7 +184,7 @@ class Observer:
         what = f"from step {row['step']} to {row['resumed_from']}"
         return Milestone(row["at"], row["resumed_step"], what)
 
-    def _first_healthy_step(self) -> Milestone | None:
+    def _healthy_step(self) -> Milestone | None:
         rollback = self.seen.get("rollback")
         scrapes = self._times("act_run_info", generation="1")
         if rollback is None or not scrapes:
