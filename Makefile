@@ -17,8 +17,9 @@ help: ## list these targets
 setup: $(INSTALLED) $(SERVERS) ## a virtual environment, Prometheus and Alertmanager, inside this folder
 
 $(INSTALLED): pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@echo "Installing into $(VENV): torch and what the tests need, about a minute"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	@touch $@
 
 $(SERVERS): deploy/servers.sh

@@ -13,7 +13,7 @@ names_of() { [ "$1" = alertmanager ] && echo "prometheus-alertmanager alertmanag
 
 find_in() { # FOLDER NAME: the path of the program in that folder
     for name in $(names_of "$2"); do
-        if [ -x "$1/$name" ]; then echo "$1/$name"; return 0; fi
+        if [ -x "$1/$name" ]; then (cd "$1" && echo "$PWD/$name"); return 0; fi
     done
     return 1
 }
