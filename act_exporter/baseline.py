@@ -21,6 +21,15 @@ from act_exporter.window import Mask
 # hard rule looks for 100; what a settled tap wanders by itself is well below 2.
 _SETTLED_FACTOR = 2.0
 
+# A schedule's steps differ by rounding; a warm-up over 100,000 steps rises by more than this from
+# one block of 100 to the next.
+_RISING_FACTOR = 1.001
+
+# A baseline that was learnt in a pause of the warm-up (one that rises once an epoch) is replaced,
+# once training has settled at a rate this much higher. It stays in force until then: a learning
+# rate that is suddenly far too high must not silence the hard rule.
+_RELEARN_FACTOR = 1.5
+
 # A tap that is far below its like in the other blocks (a zero-initialised projection that has
 # hardly moved) has not settled, however still it stands.
 _LEAST_SHARE_OF_KIND = 0.1
@@ -43,27 +52,33 @@ class Baseline:
         self._block = np.zeros((steps, len(kinds)))
         self._filled = np.zeros(len(kinds), dtype=np.int64)
         self._median = np.full(len(kinds), np.nan)  # of the block before the one being filled
-        self._rate_before = np.full(len(kinds), np.inf)  # learning rate when the block began
+        # Largest learning rates, NaN while not known: of the block being filled, of the one before,
+        # and of the one that the baseline is from.
+        self._rate = np.full(len(kinds), np.nan)
+        self._rate_before = np.full(len(kinds), np.nan)
+        self._rate_learnt = np.full(len(kinds), np.nan)
 
     def add(self, values: Array, accepted: Mask, learning_rate: float | None) -> None:
-        """Take in one finite value for each tap in `accepted` that has no baseline yet."""
-        taps = np.flatnonzero(accepted & np.isnan(self.values))
+        """Take in one finite value for each tap in `accepted` that has no lasting baseline yet."""
+        rate = np.nan if learning_rate is None else learning_rate
+        with np.errstate(invalid="ignore"):  # an unknown rate is not higher
+            open_ = np.isnan(self.values) | (rate > self._rate_learnt * _RELEARN_FACTOR)
+        taps = np.flatnonzero(accepted & open_)
         if not taps.size:
             return
-        rate = learning_rate if learning_rate is not None else 0.0
-        fresh = taps[self._filled[taps] == 0]
-        self._rate_before[fresh] = rate
         self._block[self._filled[taps], taps] = values[taps]
         self._filled[taps] += 1
+        self._rate[taps] = np.fmax(self._rate[taps], rate)
         full = taps[self._filled[taps] == self._steps]
         if full.size:
-            self._judge(full, rate)
+            self._judge(full)
 
     def clear(self) -> None:
         """Forget the baselines and learn them anew."""
         self.values[:] = np.nan
         self._filled[:] = 0
-        self._median[:] = np.nan
+        for learnt in (self._median, self._rate, self._rate_before, self._rate_learnt):
+            learnt[:] = np.nan
 
     def state(self) -> dict[str, Any]:
         """The baselines and what is being learnt, as tensors."""
@@ -72,30 +87,45 @@ class Baseline:
             "block": torch.from_numpy(self._block.copy()),
             "filled": torch.from_numpy(self._filled.copy()),
             "median": torch.from_numpy(self._median.copy()),
+            "rate": torch.from_numpy(self._rate.copy()),
             "rate_before": torch.from_numpy(self._rate_before.copy()),
+            "rate_learnt": torch.from_numpy(self._rate_learnt.copy()),
         }
 
     def restore(self, state: dict[str, Any], own: npt.NDArray[np.int64], saved: list[int]) -> None:
-        """Take over columns `saved` of a state as this baseline's taps `own`; the rest restart."""
-        self.clear()
-        self._block[:, own] = state["block"].numpy()[:, saved]
-        self.values[own] = state["values"].numpy()[saved]
-        self._filled[own] = state["filled"].numpy()[saved]
-        self._median[own] = state["median"].numpy()[saved]
-        self._rate_before[own] = state["rate_before"].numpy()[saved]
+        """Take over columns `saved` of a state as this baseline's taps `own`; the rest restart.
 
-    def _judge(self, taps: npt.NDArray[np.int64], rate: float) -> None:
+        Of a state with other block sizes only what is settled is kept.
+        """
+        self.clear()
+        self.values[own] = state["values"].numpy()[saved]
+        self._rate_learnt[own] = state["rate_learnt"].numpy()[saved]
+        if len(state["block"]) == self._steps:
+            self._block[:, own] = state["block"].numpy()[:, saved]
+            self._filled[own] = state["filled"].numpy()[saved]
+            self._median[own] = state["median"].numpy()[saved]
+            self._rate[own] = state["rate"].numpy()[saved]
+            self._rate_before[own] = state["rate_before"].numpy()[saved]
+
+    def _judge(self, taps: npt.NDArray[np.int64]) -> None:
         before = self._median[taps]
         median = np.median(self._block[:, taps], axis=0)
         self._median[taps] = median
-        self._filled[taps] = 0
-        like = np.array([np.nanmedian(self._median[self._kinds == k]) for k in self._kinds[taps]])
+        like = np.empty(len(self._kinds))
+        for kind in np.unique(self._kinds[taps]):
+            like[self._kinds == kind] = np.nanmedian(self._median[self._kinds == kind])
         with np.errstate(invalid="ignore"):
+            rising = self._rate[taps] > self._rate_before[taps] * _RISING_FACTOR
             settled = (
                 (median > 0)
-                & (rate <= self._rate_before[taps])
+                & ~rising
                 & (median <= before * _SETTLED_FACTOR)
                 & (median >= before / _SETTLED_FACTOR)
-                & (median >= like * _LEAST_SHARE_OF_KIND)
+                & (median >= like[taps] * _LEAST_SHARE_OF_KIND)
             )
-        self.values[taps[settled]] = median[settled]
+        learnt = taps[settled]
+        self.values[learnt] = median[settled]
+        self._rate_learnt[learnt] = self._rate[learnt]
+        self._rate_before[taps] = self._rate[taps]
+        self._rate[taps] = np.nan
+        self._filled[taps] = 0

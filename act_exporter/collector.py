@@ -44,22 +44,22 @@ class Family:
 FAMILIES = (
     Family(
         "act_layer_absmax",
-        "Largest absolute value in the last sampled step.",
+        "Largest absolute value in the last sampled step that ran the layer.",
         lambda layers: layers.statistics.absmax,
     ),
     Family(
         "act_layer_absmax_peak",
-        "Largest absmax of the last two minutes and at least of the last sampled step.",
+        "Largest absmax of the last peak_seconds (120) and at least of the last sampled step.",
         lambda layers: layers.peak,
     ),
     Family(
         "act_layer_absmax_baseline",
-        "Median absmax of 100 sampled steps, once training had settled.",
+        "Median absmax of baseline_steps (100) sampled steps, once training had settled.",
         lambda layers: layers.baseline,
     ),
     Family(
         "act_layer_absmax_window_mean",
-        "Mean absmax of the last 500 sampled steps that broke no rule.",
+        "Mean absmax of the last window (500) sampled steps that broke no rule.",
         lambda layers: layers.window_mean,
     ),
     Family(
@@ -92,7 +92,7 @@ FAMILIES = (
     ),
     Family(
         "act_layer_exceeded_consecutive",
-        "Sampled steps in a row that broke the rule, their maximum held for two minutes.",
+        "Sampled steps in a row that broke the rule, their maximum held for peak_seconds (120).",
         lambda layers: layers.consecutive,
         ("rule", RULES),
     ),
@@ -167,7 +167,8 @@ class Training:
     Attributes:
         step: last finished step.
         steps: steps finished in this process; a rollback does not take any back.
-        finished_at: when the last step ended, Unix seconds; None before the first.
+        finished_at: when the last step ended, Unix seconds; before the first, when the exporter
+            started, so that a run which hangs there is seen as well.
         generation: 0, and one more with each rollback.
         values: what is known of "loss", "grad_norm" and "learning_rate".
         probe_seconds: spent on statistics, on the host.
@@ -175,7 +176,7 @@ class Training:
 
     step: int = 0
     steps: int = 0
-    finished_at: float | None = None
+    finished_at: float = 0.0
     generation: int = 0
     values: dict[str, float] = field(default_factory=dict)
     probe_seconds: float = 0.0
@@ -216,7 +217,9 @@ class TrainingCollector(Collector):
         yield self._gauge("act_step", "Last finished step; a rollback takes it back.", now.step)
         yield self._counter("act_steps", "Steps finished in this process.", {"": now.steps})
         yield self._gauge(
-            "act_last_step_timestamp_seconds", "When the last step ended.", now.finished_at
+            "act_last_step_timestamp_seconds",
+            "When the last step ended; before the first, when the exporter started.",
+            now.finished_at,
         )
         for name, text in _VALUE_HELP.items():
             yield self._gauge(f"act_{name}", text, now.values.get(name))
@@ -225,7 +228,9 @@ class TrainingCollector(Collector):
         for fact in self._facts:
             yield self._gauges(*fact)
         yield self._counter(
-            "act_probe_seconds", "Time spent on statistics, on the host.", {"": now.probe_seconds}
+            "act_probe_seconds",
+            "Time spent on statistics and history, on the host.",
+            {"": now.probe_seconds},
         )
         yield self._counter(
             "act_errors", "Errors inside the exporter, by stage.", self._errors, "stage"

@@ -29,7 +29,10 @@ log = logging.getLogger(__name__)
 
 DEFAULT_PORT = 9460
 
-_STAGES = ("hook", "step", "record", "server", "scrape")
+_STAGES = ("hook", "step", "record", "server", "scrape", "silent")
+
+# Hooks that never run look like health. One step may be a phase without the model; five are not.
+_SILENT_STEPS = 5
 
 
 def start_exporter(
@@ -74,6 +77,11 @@ def start_exporter(
         raise SettingError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     if "ACT_LOG_LEVEL" in os.environ:
         _set_log_level(os.environ["ACT_LOG_LEVEL"])
+    if port is None:
+        port = _variable("ACT_PORT", DEFAULT_PORT)
+    if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port <= 65_535:
+        raise SettingError(f"port={port!r} is no whole number between 0 and 65535")
+    local_rank = _variable("LOCAL_RANK", 0)
     exporter = Exporter(
         model,
         run=run if run is not None else _default_run(),
@@ -82,12 +90,6 @@ def start_exporter(
         sample_every=sample_every,
         thresholds=thresholds or Thresholds(),
     )
-    if port is None:
-        port = _variable("ACT_PORT", DEFAULT_PORT)
-    if not 0 <= port <= 65_535:
-        exporter.close()
-        raise SettingError(f"port={port} is not between 0 and 65535")
-    local_rank = _variable("LOCAL_RANK", 0)
     host = host or os.environ.get("ACT_HOST") or "127.0.0.1"
     exporter.serve(host, port + local_rank if port else 0)
     return exporter
@@ -112,8 +114,8 @@ class Exporter:
         sample_every: int,
         thresholds: Thresholds,
     ) -> None:
-        if not run:
-            raise SettingError("run must not be empty")
+        if not run or not run.isprintable():
+            raise SettingError(f"run={run!r} must be a name that can be printed")
         if isinstance(sample_every, bool) or not isinstance(sample_every, int) or sample_every < 1:
             raise SettingError(f"sample_every={sample_every!r} must be a whole number from 1 on")
         taps = find_taps(model, watch)
@@ -125,7 +127,10 @@ class Exporter:
         self._errors = dict.fromkeys(_STAGES, 0)
         self._logged: set[tuple[str, type[Exception], str]] = set()
         self._sample_every = sample_every
-        self._training = Training()
+        self._sampled = 0  # the last sampled step
+        self._silent = 0  # sampled steps in a row in which no watched layer ran
+        self._standing = True  # nothing was trained since the run's step was set
+        self._training = Training(finished_at=time.time())
         self._layers: Layers | None = None
         self._server: MetricsServer | None = None
         self._history = History(taps, thresholds, time.monotonic)
@@ -133,9 +138,10 @@ class Exporter:
             model,
             taps,
             exceed_threshold=thresholds.exceed,
+            on_stuck=self._sample_without_step,
             on_error=self._count_error,
         )
-        self._steps = Steps(model, self._finish_step)
+        self._steps = Steps(model, self._finish_step, self._count_error)
         self.registry.register(
             TrainingCollector(
                 labels, lambda: self._training, self._errors, _facts(thresholds, self._page.series)
@@ -147,7 +153,7 @@ class Exporter:
         """Serve the page; where that fails, log why and let training go on without it."""
         try:
             self._server = MetricsServer(host, port, self._render)
-        except OSError as error:
+        except (OSError, OverflowError, UnicodeError) as error:  # in use, too high, no such host
             self._count_error("server", error, f"no metrics on {host}:{port}")
             return
         self.port = self._server.port
@@ -180,10 +186,15 @@ class Exporter:
     def step(self, step: int) -> None:
         """Say that the run has finished `step`, in place of counting the optimizers' steps.
 
-        From the first call on only this counts. `TrainingGuard` calls it by itself.
+        From the first call on only this counts. Called before anything was trained it says where
+        the run stands. `TrainingGuard` calls it by itself.
         """
         self._steps.set(step)
-        self._finish_step(step)
+        if self._standing and not self._probe.forwards:
+            self._training = dataclasses.replace(self._training, step=step)
+            self._sampled = step
+        else:
+            self._finish_step(step)
 
     def onset(self) -> int | None:
         """The first step of the present anomaly that broke the hard rule or was not finite.
@@ -202,6 +213,7 @@ class Exporter:
         self._probe.forget()
         self._history.reset()
         self._layers = None
+        self._standing = True
         self._training = dataclasses.replace(self._training, generation=generation)
 
     def rebaseline(self) -> None:
@@ -231,10 +243,12 @@ class Exporter:
         """
         if not isinstance(state, dict) or set(state) != {"step", "history"}:
             raise StateError("exporter state: expected a dict with 'step' and 'history'")
-        if not isinstance(state["step"], int) or state["step"] < 0:
+        if type(state["step"]) is not int or state["step"] < 0:
             raise StateError(f"exporter state: step {state['step']!r} is no step")
         self._history.load_state_dict(state["history"])
         self._steps.restart(state["step"])
+        self._standing = True
+        self._sampled = state["step"]
         self._training = dataclasses.replace(self._training, step=state["step"])
 
     def close(self) -> None:
@@ -258,34 +272,63 @@ class Exporter:
 
     def _finish_step(self, step: int) -> None:
         """The one place where data moves on: rows to history, history to the page."""
+        if self._probe.paused:
+            return
+        started = time.perf_counter()
+        before = self._training
+        self._standing = False
+        # First, so that an error below costs a sample and never the step.
+        self._training = dataclasses.replace(
+            before,
+            step=step,
+            # Where only some steps are told of, those between have ended too.
+            steps=before.steps + max(step - before.step, 0),
+            finished_at=time.time(),
+            probe_seconds=self._probe.seconds,
+        )
         try:
-            if self._probe.paused:
-                return
-            before = self._training
             if self._probe.sampling:
+                self._sampled = step
                 self._probe.take(step)
-            self._take_in()
-            # Told the step that a run resumes from, it has not finished one.
-            finished = step == before.step + 1
-            self._training = dataclasses.replace(
-                self._training,
-                step=step,
-                steps=before.steps + finished,
-                finished_at=time.time() if finished else before.finished_at,
-                probe_seconds=self._probe.seconds,
-            )
-            self._probe.sampling = (step + 1) % self._sample_every == 0
         except Exception as error:
             self._count_error("step", error)
+        self._take_in()
+        self._probe.end_step()
+        following = step + max(step - before.step, 1)
+        self._probe.sampling = following - self._sampled >= self._sample_every
+        self._probe.seconds += time.perf_counter() - started
+
+    def _sample_without_step(self) -> None:
+        """Look at forwards that no optimizer's step has followed: they may be why."""
+        if self._probe.sampling:
+            self._probe.take(self._training.step + 1)
+            self._take_in()
+        self._probe.sampling = True
 
     def _take_in(self) -> None:
         """Judge the samples that have arrived from the devices."""
-        for sample in self._probe.arrived():
-            rate = self._steps.learning_rate
-            self._layers = self._history.observe(sample.step, sample.rows, rate)
-            known = {} if rate is None else {"learning_rate": rate}
-            values = {**self._training.values, **sample.values, **known}
-            self._training = dataclasses.replace(self._training, values=values)
+        try:
+            for sample in self._probe.arrived():
+                rate = self._steps.learning_rate
+                self._layers = self._history.observe(sample.step, sample.rows, rate)
+                known = {} if rate is None else {"learning_rate": rate}
+                values = {**self._training.values, **sample.values, **known}
+                self._training = dataclasses.replace(self._training, values=values)
+                self._notice_silence(sample.calls == 0)
+        except Exception as error:
+            self._count_error("step", error)
+
+    def _notice_silence(self, silent: bool) -> None:
+        self._silent = self._silent + 1 if silent else 0
+        if self._silent == _SILENT_STEPS:
+            self._count_error(
+                "silent",
+                RuntimeError(
+                    f"no watched layer ran in training mode in {_SILENT_STEPS} steps. Start the"
+                    " exporter on the module that is called, before its first compiled call."
+                ),
+                "no statistics",
+            )
 
     def _render(self, accept: str) -> tuple[bytes, str]:
         try:

@@ -15,11 +15,11 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from act_exporter.baseline import Baseline
-from act_exporter.exceptions import SettingError, StateError
+from act_exporter.exceptions import SettingError
 from act_exporter.layers import Tap
+from act_exporter.state import STATE_VERSION, checked_state
 from act_exporter.statistics import Array, Column, Statistics
 from act_exporter.window import Window
 
@@ -30,8 +30,6 @@ SERIOUS: tuple[Rule, ...] = ("hard", "nonfinite")
 steps of a small GPT that happened to 907 of a million."""
 
 NONFINITE_KINDS = {"nan": Column.NAN, "posinf": Column.POSINF, "neginf": Column.NEGINF}
-
-_STATE_VERSION = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -207,7 +205,8 @@ class History:
             window_std=self._window.std(),
             nonfinite=self._nonfinite.copy(),
             exceeded_steps=self._exceeded_steps.copy(),
-            consecutive=self._runs.add(self._consecutive, now),
+            # Of what ran: one that is never called again must not hold its count for ever.
+            consecutive=self._runs.add(np.where(called, self._consecutive, np.nan), now),
             calls=self._calls.copy(),
         )
 
@@ -226,7 +225,7 @@ class History:
     def state_dict(self) -> dict[str, Any]:
         """Baseline and window, as tensors with the names of their taps."""
         return {
-            "version": _STATE_VERSION,
+            "version": STATE_VERSION,
             "taps": [list(tap) for tap in self._taps],
             "baseline": self._baseline.state(),
             "window": self._window.state(),
@@ -236,19 +235,13 @@ class History:
         """Take over what `state` knows of taps that are watched here; others learn anew.
 
         Raises:
-            StateError: not such a state, or of other window sizes; nothing was changed.
+            StateError: not such a state; nothing was changed.
         """
-        _check(state, self.state_dict(), "exporter state")
-        if state["version"] != _STATE_VERSION:
-            raise StateError(f"exporter state: version {state['version']!r} is not known here")
+        state = checked_state(state, self.state_dict())
         taps = [tuple(tap) for tap in state["taps"]]
         columns = {tap: column for column, tap in enumerate(taps)}
         own = [index for index, tap in enumerate(self._taps) if tap in columns]
         saved = [columns[self._taps[index]] for index in own]
-        for part in ("baseline", "window"):
-            for name, tensor in state[part].items():
-                if tensor.shape[-1] != len(taps):
-                    raise StateError(f"exporter state: {part}.{name} is not of {len(taps)} taps")
         self._baseline.restore(state["baseline"], np.array(own, dtype=np.int64), saved)
         self._window.restore(state["window"], np.array(own, dtype=np.int64), saved)
 
@@ -262,21 +255,3 @@ class History:
             self.onset = Onset(step, layer, tensor, SERIOUS[rules[first]])
         elif self._clean >= self._thresholds.clean_steps:
             self.onset = None
-
-
-def _check(value: Any, like: Any, where: str) -> None:
-    """Compare a loaded state with the form of our own."""
-    if not isinstance(value, type(like)):
-        raise StateError(f"{where}: expected {type(like).__name__}, got {type(value).__name__}")
-    if isinstance(like, dict):
-        for key, item in like.items():
-            if key not in value:
-                raise StateError(f"{where}: {key!r} is missing")
-            _check(value[key], item, f"{where}: {key}")
-    elif isinstance(like, torch.Tensor) and (
-        value.dtype != like.dtype or value.shape[:-1] != like.shape[:-1]
-    ):
-        raise StateError(
-            f"{where}: expected {like.dtype} of {tuple(like.shape[:-1])} rows,"
-            f" got {value.dtype} of {tuple(value.shape[:-1])}"
-        )

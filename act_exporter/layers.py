@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import nn
 
 from act_exporter.exceptions import NothingToWatchError, SettingError
@@ -97,13 +98,16 @@ def _selector(watch: Watch) -> Callable[[str, nn.Module], bool]:
 def _named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Each module once, wrappers and their name parts left out; a bare layer is called "model"."""
     root = _unwrapped(model)
+    if isinstance(root, torch.jit.ScriptModule):
+        return  # takes no hooks
     if not list(root.children()):
         if list(root.parameters(recurse=False)):
             yield "model", root
         return
     for name, module in root.named_modules():
         clean = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-        if name and name.rsplit(".", 1)[-1] not in _WRAPPERS:
+        scripted = isinstance(module, torch.jit.ScriptModule)
+        if name and name.rsplit(".", 1)[-1] not in _WRAPPERS and not scripted:
             yield clean, module
 
 
@@ -114,7 +118,9 @@ def _unwrapped(module: nn.Module) -> nn.Module:
         if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
             inner = module.module
         else:
-            inner = next((module._modules[part] for part in _WRAPPERS & set(module._modules)), None)
+            inner = next(
+                (getattr(module, part) for part in _WRAPPERS if hasattr(module, part)), None
+            )
         if inner is None:
             return module
         module = inner

@@ -10,29 +10,40 @@ compiler may hand the operator copies of what it writes to, so nothing is known 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from act_exporter import statistics
 from act_exporter.layers import Tap
-from act_exporter.statistics import Array
+from act_exporter.statistics import Array, Column
 
 _PROBES: weakref.WeakValueDictionary[int, Probe] = weakref.WeakValueDictionary()
 """Probes by number: the way from a key back to its probe."""
 
 _NUMBERS = itertools.count()
 
+# A step that gathers this many times as many forwards as any step before it, and at least so many,
+# is not gathering micro-batches: the optimizer is being skipped (a loss scaler after an overflow, a
+# loop that drops bad losses), and what is wrong must be seen all the same.
+_STUCK_FACTOR = 2
+_STUCK_FORWARDS = 8
+# Before the first step it is not known how many are usual; a scaler that starts too high skips a
+# dozen, large runs accumulate over a hundred.
+_STUCK_AT_FIRST = 256
+
 _PENDING_LIMIT = 4
-"""Copies to the host under way on an accelerator; more means that the host never catches up, and
+"""Copies to the host under way on an accelerator; more mean that the host never catches up, and
 the next sample is dropped and counted rather than waited for."""
 
 
@@ -49,6 +60,11 @@ class Sample:
     step: int
     rows: Array
     values: dict[str, float]
+
+    @property
+    def calls(self) -> int:
+        """How often watched modules ran."""
+        return int(self.rows[:, Column.CALLS].sum())
 
 
 @dataclass(slots=True)
@@ -73,6 +89,8 @@ class Probe:
         model: whose forward in training mode, with gradients on, counts.
         taps: what to watch, one row each.
         exceed_threshold: for the share of elements with |x| above it.
+        on_stuck: called in a forward when far more of them than usual came without a step's end;
+            the rows should be taken.
         on_error: told of anything that went wrong inside a hook.
     """
 
@@ -82,13 +100,17 @@ class Probe:
         taps: Sequence[Tap],
         *,
         exceed_threshold: float,
+        on_stuck: Callable[[], None],
         on_error: Callable[[str, Exception], None],
     ) -> None:
         self.sampling = True  # whether the step under way is sampled
         self.paused = False  # whether nothing counts: a save or a load runs the model or optimizer
-        self.seconds = 0.0  # spent in the operator and in taking samples, on the host
+        self.seconds = 0.0  # spent in the operator, on the host
+        self.forwards = 0  # of the root in training since the last step
+        self._usual_forwards = 0  # the most that a step had
         self._threshold = exceed_threshold
         self._limits = [tap.limit for tap in taps]
+        self._on_stuck = on_stuck
         self._on_error = on_error
         self._matrices: dict[torch.device, torch.Tensor] = {}
         self._recorded: dict[str, torch.Tensor] = {}
@@ -96,35 +118,44 @@ class Probe:
         self._number = next(_NUMBERS)
         _PROBES[self._number] = self
         _define_operators()
-        # Whether the forward under way is one of training: decided once, at the root.
-        training = torch.zeros((), dtype=torch.bool)
+        # Whether the forward under way is one of training: decided once, at the root. On the CPU,
+        # whatever the user's default device is: it is read in every hook.
+        training = torch.zeros((), dtype=torch.bool, device="cpu")
+        key = torch.tensor([self._number, 0], device="cpu")
         home = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        self._handles = [model.register_forward_pre_hook(_BeginHook(training))]
-        for index, tap in enumerate(taps):
-            parameter = next(tap.module.parameters(), None)
-            row = self._matrix(parameter.device if parameter is not None else home)[index]
-            key = torch.tensor([self._number, index])
-            if tap.tensor == "output":
-                hook = _OutputHook(row, key, training)
-                self._handles.append(tap.module.register_forward_hook(hook))
-            else:
-                pre_hook = _InputHook(row, key, training)
-                self._handles.append(
-                    tap.module.register_forward_pre_hook(pre_hook, with_kwargs=True)
-                )
+        self._handles: list[RemovableHandle] = []
+        try:
+            begin, end = _BeginHook(key, training), _EndHook(key, training)
+            self._handles.append(model.register_forward_pre_hook(begin))
+            self._handles.append(model.register_forward_hook(end, always_call=True))
+            for index, tap in enumerate(taps):
+                parameter = next(tap.module.parameters(), None)
+                row = self._matrix(parameter.device if parameter is not None else home)[index]
+                self._hook(tap, row, torch.tensor([self._number, index], device="cpu"), training)
+        except BaseException:
+            self.close()
+            raise
+
+    def _hook(self, tap: Tap, row: torch.Tensor, key: torch.Tensor, training: torch.Tensor) -> None:
+        if tap.tensor == "output":
+            handle = tap.module.register_forward_hook(_OutputHook(row, key, training))
+        else:
+            hook = _InputHook(row, key, training)
+            handle = tap.module.register_forward_pre_hook(hook, with_kwargs=True)
+        self._handles.append(handle)
 
     def record(self, values: Mapping[str, torch.Tensor]) -> None:
         """Keep scalars for the next sample; those on a device are read with it, not here."""
         for name, value in values.items():
+            if value.numel() != 1:
+                raise ValueError(f"{name} has {value.numel()} elements, not one")
             # A copy, since `loss /= n` may follow; a few bytes on the value's own device.
             self._recorded[name] = value.detach().to(torch.float64, copy=True)
 
     def take(self, step: int) -> None:
-        """Send the rows of the step that ends towards the host and start empty ones."""
-        started = time.perf_counter()
+        """Send the rows gathered for `step` towards the host and start empty ones."""
         if len(self._copies) >= _PENDING_LIMIT:
-            for matrix in self._matrices.values():
-                statistics.clear(matrix)
+            self._clear()
             raise RuntimeError(f"{_PENDING_LIMIT} samples have not reached the host; one is lost")
         copy = _Copy(step, [], self._recorded)
         self._recorded = {}
@@ -133,7 +164,11 @@ class Probe:
             statistics.clear(matrix)
         copy.values = {name: _to_host(value, copy.events) for name, value in copy.values.items()}
         self._copies.append(copy)
-        self.seconds += time.perf_counter() - started
+
+    def end_step(self) -> None:
+        """A step has ended, sampled or not: what it had of forwards is usual."""
+        self._usual_forwards = max(self._usual_forwards, self.forwards)
+        self.forwards = 0
 
     def arrived(self) -> list[Sample]:
         """The samples that have reached the host since the last call, oldest first."""
@@ -149,8 +184,8 @@ class Probe:
         """Drop what was taken and not handed out: it belongs to steps that were rolled back."""
         self._copies.clear()
         self._recorded = {}
-        for matrix in self._matrices.values():
-            statistics.clear(matrix)
+        self.forwards = 0
+        self._clear()
 
     def close(self) -> None:
         """Remove all hooks."""
@@ -158,27 +193,41 @@ class Probe:
             handle.remove()
         _PROBES.pop(self._number, None)
 
+    def _clear(self) -> None:
+        for matrix in self._matrices.values():
+            statistics.clear(matrix)
+
     def _matrix(self, device: torch.device) -> torch.Tensor:
+        if device.type == "meta":  # not materialised yet; where it will be, the first call tells
+            device = torch.device("cpu")
         matrix = self._matrices.get(device)
         if matrix is None:
             matrix = statistics.empty_rows(len(self._limits), device)
             self._matrices[device] = matrix
         return matrix
 
+    def _begin(self) -> None:
+        if self.paused:
+            return
+        usual = self._usual_forwards
+        limit = max(_STUCK_FACTOR * usual, _STUCK_FORWARDS) if usual else _STUCK_AT_FIRST
+        if self.forwards >= limit:
+            # From now on as often as steps would have come.
+            self.forwards -= max(usual, 1)
+            self._on_stuck()
+        self.forwards += 1
+
     def _observe(self, x: torch.Tensor, row: torch.Tensor, index: int) -> None:
         if self.paused or not self.sampling:
             return
         started = time.perf_counter()
-        try:
-            if x.device != row.device:  # the model was moved since
-                row = self._matrix(x.device)[index]
-            statistics.count_call(row)
-            limit = self._limits[index]
-            if statistics.has_statistics(x) and (limit is None or x.numel() <= limit):
-                add = statistics.add_on_cpu if x.is_cpu else statistics.add_on_device
-                add(x, row, self._threshold)
-        except Exception as error:
-            self._on_error("hook", error)
+        if x.device != row.device:  # the model was moved since
+            row = self._matrix(x.device)[index]
+        statistics.count_call(row)
+        limit = self._limits[index]
+        if statistics.has_statistics(x) and (limit is None or x.numel() <= limit):
+            add = statistics.add_on_cpu if x.is_cpu else statistics.add_on_device
+            add(x, row, self._threshold)
         self.seconds += time.perf_counter() - started
 
 
@@ -206,7 +255,7 @@ def _define_operators() -> Any:
     make: Any = torch.library.Library  # has no types
     library = make("act_exporter", "DEF")
     for schema, run in (
-        ("begin(Tensor(a!) flag, bool training) -> ()", _begin),
+        ("begin(Tensor(a!) flag, Tensor key, bool training) -> ()", _begin),
         ("observe(Tensor x, Tensor(a!) row, Tensor key, Tensor training) -> ()", _observe),
     ):
         name = library.define(schema)
@@ -215,18 +264,32 @@ def _define_operators() -> Any:
     return library
 
 
-def _begin(flag: torch.Tensor, training: bool) -> None:
+def _begin(flag: torch.Tensor, key: torch.Tensor, training: bool) -> None:
     # Inside reentrant checkpointing gradients are off, in an evaluation too: only the root knows.
-    if not _in_backward():
-        flag.fill_(training)
+    if _in_backward():
+        return
+    flag.fill_(training)
+    with _contained(key) as probe:
+        if training and probe is not None:
+            probe._begin()
 
 
 def _observe(x: torch.Tensor, row: torch.Tensor, key: torch.Tensor, training: torch.Tensor) -> None:
     if training.numpy() and not _in_backward():
-        number, index = key.tolist()
-        probe = _PROBES.get(number)
+        with _contained(key) as probe:
+            if probe is not None:
+                probe._observe(x, row, int(key[1]))
+
+
+@contextlib.contextmanager
+def _contained(key: torch.Tensor) -> Iterator[Probe | None]:
+    """The key's probe; what goes wrong inside is told to it and goes no further."""
+    probe = _PROBES.get(int(key[0]))
+    try:
+        yield probe
+    except Exception as error:
         if probe is not None:
-            probe._observe(x, row, index)
+            probe._on_error("hook", error)
 
 
 def _first_tensor(value: Any) -> torch.Tensor | None:
@@ -251,8 +314,25 @@ def _first_tensor(value: Any) -> torch.Tensor | None:
 class _Hook:
     """A class, not a closure, so that a hooked model can be copied and pickled."""
 
+    def __init__(self, key: torch.Tensor, training: torch.Tensor) -> None:
+        self.key = key
+        self.training = training
+
     def __reduce__(self) -> tuple[type[_Unwatched], tuple[()]]:
         return _Unwatched, ()
+
+    # Nothing is returned: what a hook returns replaces the module's input or output.
+    def run(self, module: nn.Module, *values: Any) -> None:
+        if torch.compiler.is_exporting():
+            return  # an exported program must load where this package is not
+        if torch.compiler.is_compiling():
+            self.call(module, *values)
+            return
+        with _contained(self.key):
+            self.call(module, *values)
+
+    def call(self, module: nn.Module, *values: Any) -> None:
+        raise NotImplementedError
 
 
 class _Unwatched:
@@ -262,44 +342,40 @@ class _Unwatched:
         pass
 
 
-class _TensorHook(_Hook):
+class _TapHook(_Hook):
     def __init__(self, row: torch.Tensor, key: torch.Tensor, training: torch.Tensor) -> None:
+        super().__init__(key, training)
         self.row = row
-        self.key = key
-        self.training = training
 
-    def observe(self, *candidates: Any) -> None:
-        # Nothing is returned: what a hook returns replaces the module's input or output.
-        if torch.compiler.is_compiling():
-            self._observe(candidates)
-            return
-        try:
-            self._observe(candidates)
-        except Exception as error:
-            probe = _PROBES.get(int(self.key[0]))
-            if probe is not None:
-                probe._on_error("hook", error)
-
-    def _observe(self, candidates: Any) -> None:
-        x = _first_tensor(candidates)
+    def call(self, module: nn.Module, *values: Any) -> None:
+        x = _first_tensor(values)
         if x is not None:
             torch.ops.act_exporter.observe(x.detach(), self.row, self.key, self.training)
 
 
-class _OutputHook(_TensorHook):
+class _OutputHook(_TapHook):
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.observe(output)
+        self.run(module, output)
 
 
-class _InputHook(_TensorHook):
+class _InputHook(_TapHook):
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self.observe(args, kwargs)
+        self.run(module, args, kwargs)
 
 
 class _BeginHook(_Hook):
-    def __init__(self, flag: torch.Tensor) -> None:
-        self.flag = flag
-
     def __call__(self, module: nn.Module, args: Any) -> None:
+        self.run(module)
+
+    def call(self, module: nn.Module, *values: Any) -> None:
         training = module.training and torch.is_grad_enabled()
-        torch.ops.act_exporter.begin(self.flag, training)
+        torch.ops.act_exporter.begin(self.training, self.key, training)
+
+
+class _EndHook(_Hook):
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.run(module)
+
+    def call(self, module: nn.Module, *values: Any) -> None:
+        # A part that is called by itself, to sample or to evaluate, is no training forward.
+        torch.ops.act_exporter.begin(self.training, self.key, False)

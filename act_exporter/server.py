@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import TCPServer
 
 Page = Callable[[str], tuple[bytes, str]]
 """From an Accept header to a body and its content type."""
@@ -29,6 +30,7 @@ class MetricsServer:
     """
 
     def __init__(self, host: str, port: int, page: Page) -> None:
+        self._process = os.getpid()
         self._server = _Server(host, port, page)
         self.port: int = self._server.server_address[1]
         self._thread = threading.Thread(
@@ -38,7 +40,9 @@ class MetricsServer:
         _close_in_children(self._server.socket)
 
     def close(self) -> None:
-        """Stop listening."""
+        """Stop listening; in a forked child there is nothing to stop."""
+        if os.getpid() != self._process:
+            return
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -65,12 +69,17 @@ class _Server(ThreadingHTTPServer):
             self.address_family = socket.AF_INET6
         super().__init__((host, port), _Handler)
 
+    def server_bind(self) -> None:
+        # Not HTTPServer's own, which asks the resolver for a name that nobody uses.
+        TCPServer.server_bind(self)
+
     def handle_error(self, request: object, client_address: object) -> None:
         """A scraper that hung up is no event of the trainer's."""
 
 
 class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+    # One request a connection: a kept one would go on answering for an exporter that was closed.
+    protocol_version = "HTTP/1.0"
     timeout = _REQUEST_SECONDS
     server: _Server
 

@@ -47,11 +47,20 @@ _PIECE = 4_096
 _SQUARES_SAFE = (1e-15, 1e15)
 
 
+# On a device, at most this many elements are worked on at a time: the passes below need about 20
+# bytes an element for a moment, which must not be what makes a training run out of memory.
+_DEVICE_PIECE = 4_194_304
+
+# Devices on which nothing can be float64; sums are less exact there.
+_WITHOUT_FLOAT64 = {"mps"}
+
+
 def empty_rows(taps: int, device: torch.device) -> torch.Tensor:
     """A matrix (taps, COLUMNS) of float64 rows that no tensor was added to."""
+    dtype = torch.float32 if device.type in _WITHOUT_FLOAT64 else torch.float64
     # Outside inference mode, or a training step could not write to it later.
     with torch.inference_mode(False):
-        rows = torch.empty(taps, COLUMNS, dtype=torch.float64, device=device)
+        rows = torch.empty(taps, COLUMNS, dtype=dtype, device=device)
         clear(rows)
     return rows
 
@@ -116,27 +125,28 @@ def add_on_device(x: torch.Tensor, row: torch.Tensor, exceed_threshold: float) -
 
     Works on the CPU too, where the tests hold it to the same references.
     """
-    x = _flat(x)
-    if x.dtype is not torch.float64:
-        x = x.float()
-    finite = torch.isfinite(x)
-    kept = torch.where(finite, x, 0).double()
-    sums = torch.stack(
-        [
-            finite.sum(),
-            kept.sum(),
-            kept.square().sum(),
-            (kept.abs() > exceed_threshold).sum(),
-            torch.isnan(x).sum(),
-            (x == torch.inf).sum(),
-            (x == -torch.inf).sum(),
-        ]
-    )
-    row[Column.COUNT : Column.NEGINF + 1] += sums
-    low = torch.where(finite, x, torch.inf).amin()
-    high = torch.where(finite, x, -torch.inf).amax()
-    row[Column.MIN] = torch.minimum(row[Column.MIN], low)
-    row[Column.MAX] = torch.maximum(row[Column.MAX], high)
+    flat = _flat(x)
+    for start in range(0, flat.numel(), _DEVICE_PIECE):
+        piece = flat[start : start + _DEVICE_PIECE]
+        piece = piece if piece.dtype is torch.float64 else piece.float()
+        finite = torch.isfinite(piece)
+        kept = torch.where(finite, piece, 0).to(row.dtype)
+        sums = torch.stack(
+            [
+                finite.sum(),
+                kept.sum(),
+                kept.square().sum(),
+                (kept.abs() > exceed_threshold).sum(),
+                torch.isnan(piece).sum(),
+                (piece == torch.inf).sum(),
+                (piece == -torch.inf).sum(),
+            ]
+        )
+        row[Column.COUNT : Column.NEGINF + 1] += sums
+        low = torch.where(finite, piece, torch.inf).amin()
+        high = torch.where(finite, piece, -torch.inf).amax()
+        row[Column.MIN] = torch.minimum(row[Column.MIN], low)
+        row[Column.MAX] = torch.maximum(row[Column.MAX], high)
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
@@ -195,11 +205,13 @@ class Statistics:
 
     @classmethod
     def of(cls, rows: Array) -> Statistics:
-        """The statistics in a host matrix (taps, COLUMNS)."""
+        """The statistics in a host matrix (taps, COLUMNS); infinite where float64 ends."""
         count = np.where(rows[:, Column.COUNT] > 0, rows[:, Column.COUNT], np.nan)
         defined = ~np.isnan(count)
         mean = rows[:, Column.SUM] / count
         mean_square = rows[:, Column.SUM_SQUARES] / count
+        with np.errstate(over="ignore", invalid="ignore"):
+            std = np.sqrt(np.maximum(mean_square - mean**2, 0))
         low = np.where(defined, rows[:, Column.MIN], np.nan)
         high = np.where(defined, rows[:, Column.MAX], np.nan)
         return cls(
@@ -207,7 +219,7 @@ class Statistics:
             min=low,
             max=high,
             mean=mean,
-            std=np.sqrt(np.maximum(mean_square - mean**2, 0)),
+            std=std,
             l2norm=np.sqrt(mean_square * count),
             rms=np.sqrt(mean_square),
             exceed_ratio=rows[:, Column.EXCEEDED] / count,

@@ -22,19 +22,28 @@ class Steps:
     Args:
         model: whose parameters make an optimizer one of this run's.
         on_step: called with the new step, in the training thread, when a step has ended.
+        on_error: told of anything that went wrong while an optimizer was looked at.
     """
 
-    def __init__(self, model: nn.Module, on_step: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        on_step: Callable[[int], None],
+        on_error: Callable[[str, Exception], None],
+    ) -> None:
         self.explicit = False
         self.paused = False  # checkpoint code steps optimizers to make their state
         self.learning_rate: float | None = None  # the largest of the last step
         self._model = weakref.ref(model)
         self._on_step = on_step
+        self._on_error = on_error
         self._start = 0
-        self._ours: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._counts: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        # By identity: an optimizer may define equality and so have no hash.
+        self._counts: dict[int, tuple[weakref.ref[Optimizer], int]] = {}
         self._largest = 0
-        self._handle = register_optimizer_step_post_hook(self._stepped)
+        # Kept out of a compiled optimizer step, or the history would be compiled too.
+        hook = torch.compiler.disable(self._stepped)  # type: ignore[no-untyped-call]
+        self._handle = register_optimizer_step_post_hook(hook)
 
     def set(self, step: int) -> None:
         """The run has finished `step`; counts start from here unless this is said again."""
@@ -45,40 +54,55 @@ class Steps:
         """Go on counting from `step` (a restored state)."""
         self._start = step
         self._largest = 0
-        self._counts.clear()
+        self._counts = {key: (optimizer, 0) for key, (optimizer, _) in self._counts.items()}
 
     def close(self) -> None:
         """Stop counting."""
         self._handle.remove()
 
     def _stepped(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        if self.paused or not self._owns(optimizer):
-            return
-        self.learning_rate = _learning_rate(optimizer)
-        if self.explicit:
-            return
-        # One that is new joins the step under way, or a run that changes its optimizer would
-        # stand still until the new one has caught up.
-        joined = max(self._largest - 1, 0)
-        self._counts[optimizer] = self._counts.get(optimizer, joined) + 1
-        if self._counts[optimizer] > self._largest:
-            self._largest = self._counts[optimizer]
-            self._on_step(self._start + self._largest)
+        try:
+            if self.paused or not self._owns(optimizer):
+                return
+            self.learning_rate = _learning_rate(optimizer)
+            if self.explicit:
+                return
+            reference, count = self._counts[id(optimizer)]
+            self._counts[id(optimizer)] = reference, count + 1
+            if count + 1 > self._largest:
+                self._largest = count + 1
+                self._on_step(self._start + self._largest)
+        except Exception as error:
+            self._on_error("step", error)
 
     def _owns(self, optimizer: Optimizer) -> bool:
+        known = self._counts.get(id(optimizer))
+        if known is not None and known[0]() is optimizer:
+            return True
         # Looked up at every call until it is ours: parameters may join model or optimizer late.
         model = self._model()
-        if optimizer not in self._ours and model is not None:
-            own = {id(parameter) for parameter in model.parameters()}
-            groups = optimizer.param_groups
-            if any(id(parameter) in own for group in groups for parameter in group["params"]):
-                self._ours.add(optimizer)
-        return optimizer in self._ours
+        if model is None:
+            return False
+        own = {id(parameter) for parameter in model.parameters()}
+        groups = optimizer.param_groups
+        if not any(id(parameter) in own for group in groups for parameter in group["params"]):
+            return False
+        # One that is new joins the step under way, or a run that changes its optimizer would
+        # stand still until the new one has caught up.
+        self._counts[id(optimizer)] = weakref.ref(optimizer), max(self._largest - 1, 0)
+        return True
 
 
 def _learning_rate(optimizer: Optimizer) -> float | None:
-    """The largest over the groups; None where it lives on a device, where reading it would wait."""
-    rates = [group.get("lr", 0.0) for group in optimizer.param_groups]
-    if any(isinstance(rate, torch.Tensor) and not rate.is_cpu for rate in rates):
-        return None
-    return max((float(rate) for rate in rates), default=None)
+    """The largest over the groups, of those that are numbers on the host.
+
+    None where there is none: reading one from a device would wait, and some optimizers (Adafactor
+    with relative steps) have none.
+    """
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    numbers = [
+        float(rate)
+        for rate in rates
+        if isinstance(rate, int | float) or (isinstance(rate, torch.Tensor) and rate.is_cpu)
+    ]
+    return max(numbers, default=None)

@@ -22,6 +22,9 @@ Mask = npt.NDArray[np.bool_]
 _STD_SHARE_OF_MEAN = 0.01
 _STD_TINY = 1e-12
 
+# Below this share of the mean square about the origin, half of float64's 16 digits are gone.
+_LEAST_VARIANCE_SHARE = 1e-8
+
 
 class Window:
     """The last `size` values of each tap.
@@ -74,11 +77,20 @@ class Window:
         }
 
     def restore(self, state: dict[str, Any], own: npt.NDArray[np.int64], saved: list[int]) -> None:
-        """Take over columns `saved` of a state as this window's taps `own`; the rest restart."""
+        """Take over columns `saved` of a state as this window's taps `own`; the rest restart.
+
+        The state may be of a window of another size; as many of its newest values are kept.
+        """
         self.clear()
-        self._values[:, own] = state["values"].numpy()[:, saved]
-        self._count[own] = state["count"].numpy()[saved]
-        self._next[own] = state["next"].numpy()[saved]
+        ring = state["values"].numpy()
+        for tap, column in zip(own, saved, strict=True):
+            count, following = int(state["count"][column]), int(state["next"][column])
+            # Oldest first: a ring that is not full begins at its start.
+            start = following if count == len(ring) else 0
+            kept = np.roll(ring[:, column], -start)[:count][-self._size :]
+            self._values[: len(kept), tap] = kept
+            self._count[tap] = len(kept)
+            self._next[tap] = len(kept) % self._size
         self._recompute(own)
 
     def clear(self) -> None:
@@ -110,8 +122,12 @@ class Window:
         self._values[row, taps] = values
         self._count[taps] = np.minimum(self._count[taps] + 1, self._size)
         self._next[taps] = (row + 1) % self._size
-        # Rounding of the running sums must not add up over ten million steps.
-        self._recompute(taps[self._next[taps] == 0])
+        # Rounding of the running sums must not add up over ten million steps; and where the values
+        # have moved far from the origin, the deviation would be lost in it.
+        mean_square = self._squares[taps] / self._count[taps]
+        variance = mean_square - self._offset()[taps] ** 2
+        stale = (self._next[taps] == 0) | (variance < mean_square * _LEAST_VARIANCE_SHARE)
+        self._recompute(taps[stale])
 
     def _reject(self, taps: npt.NDArray[np.int64], values: Array) -> None:
         self._rejected[self._rejected_count[taps], taps] = values
@@ -125,9 +141,11 @@ class Window:
             self._recompute(level)
 
     def _recompute(self, taps: npt.NDArray[np.int64]) -> None:
-        for tap in taps:
-            values = self._values[: self._count[tap], tap]
-            self._origin[tap] = values.mean() if values.size else 0
-            offsets = values - self._origin[tap]
-            self._sum[tap] = offsets.sum()
-            self._squares[tap] = (offsets**2).sum()
+        if not taps.size:
+            return
+        held = np.arange(self._size)[:, np.newaxis] < self._count[taps]
+        values = np.where(held, self._values[:, taps], 0)
+        self._origin[taps] = values.sum(axis=0) / np.maximum(self._count[taps], 1)
+        offsets = np.where(held, values - self._origin[taps], 0)
+        self._sum[taps] = offsets.sum(axis=0)
+        self._squares[taps] = (offsets**2).sum(axis=0)

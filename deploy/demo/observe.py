@@ -131,20 +131,20 @@ class Observer:
             return None
         first = min(at for at, _, _ in bad)
         ratio, layer = max((ratio, layer) for at, ratio, layer in bad if at == first)
-        return Milestone(first, self._step(first), f"{layer}: {ratio:.0f} times its baseline")
+        return self._seen_at(first, f"{layer}: {ratio:.0f} times its baseline")
 
     def _prometheus_alert(self) -> Milestone | None:
         times = self._times("ALERTS", alertname="ActRunaway", alertstate="firing")
         if not times:
             return None
-        return Milestone(times[0], self._step(times[0]), "ActRunaway fires")
+        return self._seen_at(times[0], "ActRunaway fires")
 
     def _alertmanager_alert(self) -> Milestone | None:
         for alert in self.stack.alerts():
             names = [receiver["name"] for receiver in alert["receivers"]]
             if alert["labels"].get("run") == self.run and "trainer" in names:
                 what = f"{alert['labels']['alertname']} goes to {' and '.join(sorted(names))}"
-                return Milestone(time.time(), None, what)
+                return self._seen_at(time.time(), what)
         return None
 
     def _message(self) -> Milestone | None:
@@ -152,20 +152,20 @@ class Observer:
             message = json.loads(line)
             title = message["body"]["attachments"][0]["title"]
             if self.run in title:
-                return Milestone(message["at"], None, f'chat: "{title}"')
+                return self._seen_at(message["at"], f'chat: "{title}"')
         return None
 
     def _notification(self) -> Milestone | None:
         row = self._recovery("d.received_at AS at, r.alert AS alert, d.id AS id")
         if row is None:
             return None
-        return Milestone(row["at"], None, f"delivery {row['id']}: {row['alert']}")
+        return self._seen_at(row["at"], f"delivery {row['id']}: {row['alert']}")
 
     def _request(self) -> Milestone | None:
         row = self._recovery("r.claimed_at AS at, r.action AS action, r.generation AS generation")
         if row is None or row["at"] is None:
             return None
-        return Milestone(row["at"], None, f"{row['action']}, generation {row['generation']}")
+        return self._seen_at(row["at"], f"{row['action']}, generation {row['generation']}")
 
     def _emergency_checkpoint(self) -> Milestone | None:
         for path in (self.stack.runs / self.run).glob("checkpoints/*/manifest.json"):
@@ -197,8 +197,7 @@ class Observer:
         healthy = [at for at, ratio in sorted(worst.items()) if at >= scrapes[0] and ratio <= HARD]
         if not healthy:
             return None
-        what = "every layer is below 100 times its baseline"
-        return Milestone(healthy[0], self._step(healthy[0]), what)
+        return self._seen_at(healthy[0], "every layer is below 100 times its baseline")
 
     def _compare_losses(self) -> None:
         fault, rollback = self.seen["fault"].at, self.seen["rollback"].at
@@ -215,15 +214,15 @@ class Observer:
             "after": statistics.mean(between(max(healthy, last - LOSS_SECONDS), last)),
         }
 
-    def _step(self, at: float) -> int | None:
-        """The run's step at its last scrape before that time."""
+    def _seen_at(self, at: float, detail: str) -> Milestone:
+        """A milestone of that time, with the step of the last scrape before it."""
         steps = [
             sample
             for _, samples in self._stored("act_step")
             for sample in samples
             if sample[0] <= at
         ]
-        return int(max(steps)[1]) if steps else None
+        return Milestone(at, int(max(steps)[1]) if steps else None, detail)
 
     def _times(self, metric: str, **labels: str) -> list[float]:
         return sorted(at for _, samples in self._stored(metric, **labels) for at, _ in samples)

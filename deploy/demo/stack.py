@@ -123,6 +123,8 @@ def stack(folder: Path, *, exporter_port: int, chat_url: str) -> Iterator[Stack]
             f"--config.file={folder / 'prometheus.yml'}",
             f"--storage.tsdb.path={folder / 'prometheus-data'}",
             f"--web.listen-address={listen['prometheus']}",
+            # How soon it tells Alertmanager again, which forgets all when it restarts: 1 m / 15.
+            f"--rules.alert.resend-delay={60 / SPEEDUP:g}s",
         ],
         "alertmanager": [
             binary("alertmanager"),

@@ -44,10 +44,30 @@ def test_waits_while_the_level_moves() -> None:
 
 def test_waits_while_the_learning_rate_rises() -> None:
     baseline = Baseline(["a"], STEPS)
-    feed(baseline, 5 * STEPS, 1.0, rising=0.01)
+    for block in range(5):
+        feed(baseline, STEPS, 1.0, rate=1e-3 * (1 + block), rising=0.01)
     assert np.isnan(baseline.values[0])
-    feed(baseline, STEPS, 1.0, rate=0.5)
+    feed(baseline, STEPS, 1.0, rate=5e-3)
     assert baseline.values[0] == 1
+
+
+def test_a_cyclic_rate_does_not_rise() -> None:
+    baseline = Baseline(["a"], STEPS)
+    for _ in range(3 * STEPS // 5):
+        feed(baseline, 5, 1.0, rising=0.5)
+    assert baseline.values[0] == 1
+
+
+def test_is_learnt_anew_at_a_much_higher_rate_and_in_force_until_then() -> None:
+    """A warm-up that rises once an epoch has pauses in which training seems settled."""
+    baseline = Baseline(["a"], STEPS)
+    feed(baseline, 3 * STEPS, 1.0, rate=1e-4)
+    feed(baseline, 2 * STEPS - 1, 20.0, rate=1e-3)
+    assert baseline.values[0] == 1
+    feed(baseline, STEPS + 1, 20.0, rate=1e-3)
+    assert baseline.values[0] == 20
+    feed(baseline, 5 * STEPS, 50.0, rate=1.4e-3)
+    assert baseline.values[0] == 20
 
 
 def test_does_without_a_learning_rate() -> None:

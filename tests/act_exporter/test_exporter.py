@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import http.client
 import logging
+import math
 import os
 import socket
+import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -20,6 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from torch import nn
 
 from act_exporter import Exporter, SettingError, StateError, Thresholds, start_exporter
+from deploy.demo.servers import wait_for
 from tests.act_exporter.models import gpt, train
 
 QUICK = Thresholds(window=40, window_minimum=10, baseline_steps=10)
@@ -150,6 +155,11 @@ class TestTraining:
         assert value(exporter, "act_grad_norm") == 1.5
         assert value(exporter, "act_learning_rate") == 0.01
 
+    def test_a_run_that_hangs_before_its_first_step_has_a_time(self, model: nn.Module) -> None:
+        before = time.time()
+        with start_exporter(model, 0) as exporter:
+            assert (value(exporter, "act_last_step_timestamp_seconds") or 0) >= before
+
     def test_a_fault_is_seen_in_its_layer(self, model: nn.Module, exporter: Exporter) -> None:
         train(model, 30)
         assert exporter.onset() is None
@@ -164,7 +174,7 @@ class TestTraining:
     def test_every_tenth_step_only(self, model: nn.Module) -> None:
         with start_exporter(model, 0, sample_every=10) as exporter:
             train(model, 25)
-            # The step under way when we came is looked at, and then each tenth.
+            # The step under way when we came is looked at, and then each tenth after it.
             assert value(exporter, "act_layer_calls_total", layer="norm") == 3
             assert value(exporter, "act_step") == 25
 
@@ -186,6 +196,82 @@ class TestTraining:
         assert value(exporter, "act_errors_total", stage="record") == 1
         assert caplog.text.count("broken") == 2  # once a cause
 
+    @pytest.mark.parametrize("why", ["scaler", "bad loss"])
+    def test_a_fault_is_seen_although_the_optimizer_is_skipped(
+        self, model: nn.Module, exporter: Exporter, why: str
+    ) -> None:
+        """A loss scaler skips steps with overflows, many loops those with a bad loss."""
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        scaler = torch.amp.GradScaler("cpu", enabled=why == "scaler")
+        for step in range(30):
+            if step == 5:
+                with torch.no_grad():
+                    model.get_parameter("blocks.1.attn.qkv.weight").fill_(math.nan)
+            loss = model(torch.randint(0, 256, (2, 8))).square().mean()
+            if why == "bad loss" and not loss.isfinite():
+                continue
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert value(exporter, "act_step") == 5
+        labels = {"layer": "blocks.1.attn.proj", "tensor": "input"}
+        assert (value(exporter, "act_layer_nonfinite_total", kind="nan", **labels) or 0) > 0
+        held = value(exporter, "act_layer_exceeded_consecutive", rule="nonfinite", **labels)
+        assert (held or 0) >= 3
+        assert exporter.onset() == 6
+
+    def test_a_wrong_loss_costs_the_loss_only(self, model: nn.Module, exporter: Exporter) -> None:
+        exporter.record(loss=torch.ones(3), grad_norm=1.0)
+        train(model, 1)
+        assert value(exporter, "act_layer_calls_total", layer="norm") == 1
+        assert value(exporter, "act_loss") is None
+        assert value(exporter, "act_errors_total", stage="record") == 1
+
+    def test_silence_is_said(
+        self, model: nn.Module, exporter: Exporter, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """A model in evaluation mode trains here; its forwards do not count."""
+        model.eval()
+        train(model, 8)
+        assert value(exporter, "act_errors_total", stage="silent") == 1
+        assert caplog.text.count("no watched layer ran") == 1
+
+    def test_a_compiled_optimizer_step_compiles_nothing_of_ours(self, model: nn.Module) -> None:
+        torch._dynamo.reset()
+        with start_exporter(model, 0, thresholds=QUICK) as exporter:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            step = torch.compile(optimizer.step, backend="eager")
+            torch._dynamo.utils.counters.clear()
+            for _ in range(3):
+                model(torch.randint(0, 256, (2, 8))).square().mean().backward()
+                step()
+            assert value(exporter, "act_step") == 3
+            breaks = str(torch._dynamo.utils.counters["graph_break"])
+            assert "history" not in breaks
+
+    def test_is_seen_by_many_scrapers_at_once(self, model: nn.Module, exporter: Exporter) -> None:
+        """Pages are whole while training goes on, and training does not mind them."""
+        stop = threading.Event()
+        broken: list[Exception] = []
+
+        def scrape() -> None:
+            while not stop.is_set():
+                try:
+                    list(parse_openmetrics(page(exporter, OPENMETRICS)))
+                except Exception as error:
+                    broken.append(error)
+
+        threads = [threading.Thread(target=scrape) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        train(model, 60)
+        stop.set()
+        for thread in threads:
+            thread.join()
+        assert broken == []
+        assert value(exporter, "act_errors_total", stage="scrape") == 0
+
 
 class TestGuardsSide:
     def test_an_explicit_step_counts_from_then_on(
@@ -196,6 +282,17 @@ class TestGuardsSide:
         exporter.step(401)
         assert value(exporter, "act_step") == 401
         assert value(exporter, "act_steps_total") == 1
+
+    def test_every_tenth_step_may_be_told(self, model: nn.Module) -> None:
+        with start_exporter(model, 0, sample_every=10) as exporter:
+            for step in range(10, 60, 10):
+                before = time.time()
+                train(model, 10)
+                exporter.step(step)
+                assert value(exporter, "act_step") == step
+                assert value(exporter, "act_steps_total") == step
+                assert (value(exporter, "act_last_step_timestamp_seconds") or 0) >= before
+            assert (value(exporter, "act_layer_calls_total", layer="norm") or 0) >= 30
 
     def test_nothing_counts_while_paused(self, model: nn.Module, exporter: Exporter) -> None:
         with exporter.paused():
@@ -306,8 +403,10 @@ class TestStart:
         ("options", "message"),
         [
             ({"port": 70_000}, "port=70000"),
+            ({"port": "9460"}, "port='9460'"),
+            ({"run": "a\udcff"}, "must be a name that can be printed"),
             ({"sample_every": 0}, "sample_every=0"),
-            ({"run": ""}, "run must not be empty"),
+            ({"run": ""}, "run='' must be a name"),
         ],
     )
     def test_a_wrong_argument_is_named(
@@ -315,6 +414,7 @@ class TestStart:
     ) -> None:
         with pytest.raises(SettingError, match=message):
             start_exporter(model, **{"port": 0, **options})  # type: ignore[arg-type]
+        assert not model._forward_pre_hooks
 
     @pytest.mark.parametrize("name", ["ACT_PORT", "RANK", "ACT_LOG_LEVEL"])
     def test_a_wrong_variable_is_named(
@@ -323,6 +423,33 @@ class TestStart:
         monkeypatch.setenv(name, "loud")
         with pytest.raises(SettingError, match=f"{name}='loud'"):
             start_exporter(model)
+
+    def test_a_port_beyond_the_last_costs_the_page_only(
+        self, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("LOCAL_RANK", "1")
+        with start_exporter(model, 65_535) as exporter:
+            assert exporter.port is None
+
+    def test_a_forked_child_can_close_it(self, exporter: Exporter) -> None:
+        child = os.fork()
+        if child == 0:
+            exporter.close()
+            os._exit(0)
+        wait_for(lambda: os.waitpid(child, os.WNOHANG) == (child, 0), "the child's end", timeout=10)
+        assert value(exporter, "act_step") == 0
+
+    def test_a_closed_exporter_answers_nobody(self, model: nn.Module) -> None:
+        first = start_exporter(model, 0, run="old")
+        assert first.port is not None
+        connection = http.client.HTTPConnection("127.0.0.1", first.port, timeout=5)
+        connection.request("GET", "/metrics")
+        assert b'run="old"' in connection.getresponse().read()
+        first.close()
+        with start_exporter(model, first.port, run="new"):
+            connection.request("GET", "/metrics")
+            assert b'run="new"' in connection.getresponse().read()
+        connection.close()
 
     def test_a_model_must_be_a_module(self) -> None:
         with pytest.raises(SettingError, match="not list"):

@@ -114,6 +114,12 @@ class TestConsecutive:
         run.feed(None, 1.0)
         assert of(run.feed(500.0, 1.0), "consecutive", "hard") == 3
 
+    def test_of_a_module_that_never_runs_again_is_forgotten(self, run: Run) -> None:
+        run.feed(500.0, 1.0, steps=3)
+        run.feed(None, 1.0, steps=2)
+        run.clock.now += 130
+        assert np.isnan(of(run.feed(None, 1.0), "consecutive", "hard"))
+
 
 class TestSigmaRule:
     def test_breaks_above_five_deviations(self, run: Run) -> None:
@@ -200,23 +206,33 @@ class TestState:
         torch.save(run.history.state_dict(), path)
         Run("a", "b").history.load_state_dict(torch.load(path, weights_only=True))
 
+    def test_other_thresholds_keep_what_is_settled(self, run: Run) -> None:
+        thresholds = Thresholds(window=20, window_minimum=10, baseline_steps=50)
+        other = History([tap("a"), tap("b")], thresholds, Clock())
+        other.load_state_dict(run.history.state_dict())
+        rows = np.zeros((2, COLUMNS))
+        rows[:, [Column.CALLS, Column.COUNT]] = 1
+        layers = other.observe(41, rows, None)
+        assert list(layers.baseline) == [1, 1]
+        assert layers.window_mean[0] == pytest.approx(0.95)  # nineteen of 1, one of 0
+
     @pytest.mark.parametrize(
         ("change", "message"),
         [
             (lambda state: state.pop("window"), "'window' is missing"),
             (lambda state: state.update(version=9), "version 9 is not known"),
             (lambda state: state.update(taps="a"), "taps: expected list"),
+            (lambda state: state.update(taps=[1, 2]), "expected pairs of names"),
+            (lambda state: state.update(taps=[["a", "output"]] * 2), "each once"),
+            (lambda state: state.update(taps=[["a", "output"]]), "not of 1 taps"),
             (lambda state: state["window"].update(count=None), "count: expected Tensor"),
-            (
-                lambda state: state["window"].update(values=torch.zeros(3, 2)),
-                "expected torch.float64 of",
-            ),
-            (
-                lambda state: state["baseline"].update(values=torch.zeros(9, dtype=torch.float64)),
-                "not of 2 taps",
-            ),
+            (lambda state: state["window"].update(values=torch.zeros(3, 2)), "torch.float64"),
+            (lambda state: state["window"]["next"].fill_(40), "next has values"),
+            (lambda state: state["window"]["count"].fill_(-1), "count has values"),
+            (lambda state: state["window"]["values"].fill_(math.nan), "values has values"),
+            (lambda state: state["baseline"]["values"].fill_(-1), "baseline: values has"),
         ],
-        ids=["missing", "version", "type", "nested", "shape", "taps"],
+        ids=lambda value: value if isinstance(value, str) else "",
     )
     def test_a_mangled_state_changes_nothing(self, run: Run, change: object, message: str) -> None:
         state = run.history.state_dict()

@@ -102,6 +102,13 @@ class TestSublayers:
     def test_a_bare_layer_is_called_model(self) -> None:
         assert names(nn.Linear(2, 2)) == ["model output"]
 
+    @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+    def test_scripted_parts_take_no_hooks_and_are_left_out(self) -> None:
+        scripted = torch.jit.script(nn.Linear(2, 2))
+        assert names(nn.Sequential(nn.Linear(2, 2), scripted)) == ["0 output"]
+        with pytest.raises(NothingToWatchError):
+            find_taps(scripted)
+
 
 class TestWatch:
     def test_blocks(self) -> None:

@@ -22,12 +22,18 @@ class Watched:
     def __init__(self, model: nn.Module, watch: Watch = "sublayers") -> None:
         self.taps = find_taps(model, watch)
         self.errors: list[str] = []
+        self.stuck = 0
         self.probe = Probe(
             model,
             self.taps,
             exceed_threshold=100,
+            on_stuck=self._note_stuck,
             on_error=lambda stage, error: self.errors.append(f"{stage}: {error}"),
         )
+
+    def _note_stuck(self) -> None:
+        self.stuck += 1
+        self.probe.take(0)
 
     def sample(self) -> Sample:
         self.probe.take(1)
@@ -78,6 +84,21 @@ class TestWhatCounts:
         watched = Watched(model)
         model(torch.randn(2, 4, requires_grad=True)).sum().backward()
         assert set(watched.calls().values()) == {1}
+
+    def test_a_part_that_is_called_by_itself_does_not(self) -> None:
+        model = gpt()
+        watched = Watched(model, "norm")
+        model(tokens())
+        model.norm(torch.full((1, 16), 1e6))
+        assert watched.calls() == {"norm output": 1}
+
+    def test_nor_does_a_part_after_a_forward_that_failed(self) -> None:
+        model = gpt()
+        watched = Watched(model, "norm")
+        with pytest.raises(IndexError):
+            model(torch.full((1, 8), 256))
+        model.norm(torch.ones(1, 16))
+        assert watched.calls() == {"norm output": 0}
 
     def test_micro_batches_are_one_sample(self) -> None:
         model = gpt()
@@ -134,6 +155,36 @@ class TestWhatCounts:
         watched = Watched(model)
         model(torch.randn(2, 4))
         assert set(watched.calls().values()) == {1}
+
+
+class TestStuck:
+    def run(self, watched: Watched, model: nn.Module, forwards: int) -> None:
+        for _ in range(forwards):
+            model(tokens())
+
+    def test_more_micro_batches_than_usual_are_not(self) -> None:
+        model = gpt()
+        watched = Watched(model, "norm")
+        self.run(watched, model, 10)
+        watched.probe.end_step()
+        self.run(watched, model, 20)
+        assert watched.stuck == 0
+
+    def test_twice_as_many_without_a_step_are(self) -> None:
+        model = gpt()
+        watched = Watched(model, "norm")
+        self.run(watched, model, 10)
+        watched.probe.end_step()
+        self.run(watched, model, 21)
+        assert watched.stuck == 1
+
+    def test_before_the_first_step_it_takes_many(self) -> None:
+        model = gpt()
+        watched = Watched(model, "norm")
+        self.run(watched, model, 256)
+        assert watched.stuck == 0
+        self.run(watched, model, 1)
+        assert watched.stuck == 1
 
 
 class TestErrors:
@@ -211,6 +262,34 @@ class TestModel:
         assert set(watched.calls().values()) == {0}
         assert watched.errors == []
 
+    def test_a_model_that_is_materialised_later(self) -> None:
+        with torch.device("meta"):
+            model = gpt()
+        watched = Watched(model)
+        model.to_empty(device="cpu")
+        for parameter in model.parameters():
+            nn.init.ones_(parameter)
+        model(tokens())
+        assert set(watched.calls().values()) == {1}
+        assert watched.errors == []
+
+    def test_the_default_device_does_not_matter(self) -> None:
+        torch.set_default_device("meta")
+        try:
+            with torch.device("cpu"):
+                model = gpt()
+            watched = Watched(model, "norm")
+            model(torch.zeros(1, 8, dtype=torch.long, device="cpu"))
+        finally:
+            torch.set_default_device(None)
+        assert watched.calls() == {"norm output": 1}
+
+    def test_an_exported_program_has_nothing_of_ours(self) -> None:
+        model = gpt()
+        Watched(model)
+        program = torch.export.export(model, (tokens(),))
+        assert "act_exporter" not in str(program.graph)
+
 
 class TestRecord:
     def test_a_recorded_tensor_is_as_it_was_then(self) -> None:
@@ -220,3 +299,8 @@ class TestRecord:
         loss.detach().div_(4)
         assert watched.sample().values == {"loss": 4.0}
         assert watched.sample().values == {}
+
+    def test_only_single_numbers_are_taken(self) -> None:
+        watched = Watched(gpt())
+        with pytest.raises(ValueError, match="loss has 3 elements"):
+            watched.probe.record({"loss": torch.ones(3)})

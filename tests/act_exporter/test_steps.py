@@ -11,7 +11,11 @@ from tests.act_exporter.models import gpt, train
 
 def watch(model: nn.Module) -> tuple[Steps, list[int]]:
     seen: list[int] = []
-    return Steps(model, seen.append), seen
+
+    def fail(stage: str, error: Exception) -> None:
+        raise AssertionError(stage) from error
+
+    return Steps(model, seen.append, fail), seen
 
 
 def test_one_optimizer() -> None:
@@ -108,3 +112,41 @@ def test_a_new_optimizer_goes_on_where_the_old_one_was() -> None:
     train(model, 3, torch.optim.SGD(model.parameters(), lr=0.1))
     steps.close()
     assert seen == [1, 2, 3, 4, 5]  # the first step of the new one may belong to step 3
+
+
+class Odd(torch.optim.SGD):
+    """With what others' optimizers have: no rate on the host, equality without a hash."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), lr=0.1)
+        self.param_groups[0]["lr"] = None
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def step(self) -> None:  # type: ignore[override]
+        pass
+
+
+def test_an_optimizer_without_a_rate_or_a_hash_counts() -> None:
+    model = gpt()
+    steps, seen = watch(model)
+    train(model, 3, Odd(model))
+    steps.close()
+    assert seen == [1, 2, 3]
+    assert steps.learning_rate is None
+
+
+def test_an_error_does_not_reach_the_optimizer() -> None:
+    model = gpt()
+    errors: list[str] = []
+
+    def fail(step: int) -> None:
+        raise RuntimeError(f"step {step}")
+
+    steps = Steps(model, fail, lambda stage, error: errors.append(f"{stage}: {error}"))
+    train(model, 2)
+    steps.close()
+    assert errors == ["step: step 1", "step: step 2"]

@@ -77,3 +77,28 @@ def test_taps_do_not_mix() -> None:
         window.add(values, np.array([True, step % 2 == 0, False]), np.zeros(3, dtype=bool))
     assert window.mean()[:2] == pytest.approx([1, 10])
     assert np.isnan(window.mean()[2])
+
+
+def test_a_giant_that_leaves_does_not_blur_what_stays() -> None:
+    window = Window(1, SIZE, 20)
+    add(window, 1e12)
+    values = np.linspace(0.001, 0.002, SIZE + 5)
+    for value in values:
+        add(window, value)
+    assert window.mean()[0] == pytest.approx(values[-SIZE:].mean(), rel=1e-9)
+    assert window.std()[0] == pytest.approx(values[-SIZE:].std(), rel=1e-6)
+
+
+@pytest.mark.parametrize("count", [7, SIZE, SIZE + 13])
+@pytest.mark.parametrize("size", [20, SIZE, 80])
+def test_a_state_goes_into_a_window_of_another_size(count: int, size: int) -> None:
+    window, other = Window(2, SIZE, 5), Window(2, size, 5)
+    values = np.random.default_rng(1).normal(10, 1, count + 9)
+    for value in values[:count]:
+        window.add(np.array([0, value]), np.array([False, True]), np.zeros(2, dtype=bool))
+    other.restore(window.state(), np.array([0]), [1])
+    for value in values[count:]:
+        other.add(np.array([value, 0]), np.array([True, False]), np.zeros(2, dtype=bool))
+    kept = values[max(0, count - min(size, SIZE)) :][-size:]
+    assert other.mean()[0] == pytest.approx(kept.mean())
+    assert other.std()[0] == pytest.approx(kept.std())

@@ -1,0 +1,72 @@
+"""Checking a saved history before any of it is taken over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from act_exporter.exceptions import StateError
+
+STATE_VERSION = 1
+
+
+def checked_state(state: Any, own: dict[str, Any]) -> dict[str, Any]:
+    """`state` with its tensors on the CPU, if it is of the form of `own` and its values can be.
+
+    Args:
+        state: what was loaded.
+        own: what this version would save; its window and blocks may be of other sizes.
+
+    Raises:
+        StateError: it is not; says where.
+    """
+    moved: dict[str, Any] = _like(state, own, "exporter state")
+    if moved["version"] != STATE_VERSION:
+        raise StateError(f"exporter state: version {moved['version']!r} is not known here")
+    taps = moved["taps"]
+    pairs = [tuple(tap) for tap in taps if isinstance(tap, list | tuple)]
+    if not all(len(pair) == 2 and all(isinstance(name, str) for name in pair) for pair in pairs):
+        raise StateError("exporter state: taps: expected pairs of names")
+    if len(set(pairs)) != len(taps):
+        raise StateError("exporter state: taps: expected pairs of names, each once")
+    for part in ("baseline", "window"):
+        for name, tensor in moved[part].items():
+            if tensor.shape[-1] != len(taps):
+                raise StateError(f"exporter state: {part}: {name} is not of {len(taps)} taps")
+    window, baseline = moved["window"], moved["baseline"]
+    size, steps = len(window["values"]), len(baseline["block"])
+    learnt = baseline["values"][~torch.isnan(baseline["values"])]
+    for where, good in {
+        "window: count": _within(window["count"], 0, size),
+        "window: next": _within(window["next"], 0, size - 1),
+        "window: values": bool(torch.isfinite(window["values"]).all()),
+        "baseline: filled": _within(baseline["filled"], 0, steps - 1),
+        "baseline: values": bool((torch.isfinite(learnt) & (learnt > 0)).all()),
+    }.items():
+        if not good:
+            raise StateError(f"exporter state: {where} has values that cannot be")
+    return moved
+
+
+def _within(tensor: torch.Tensor, low: int, high: int) -> bool:
+    return bool(((tensor >= low) & (tensor <= high)).all())
+
+
+def _like(value: Any, own: Any, where: str) -> Any:
+    """`value` on the CPU, where it has the types and dimensions of `own`."""
+    if not isinstance(value, type(own)):
+        raise StateError(f"{where}: expected {type(own).__name__}, got {type(value).__name__}")
+    if isinstance(own, dict):
+        missing = sorted(own.keys() - value.keys())
+        if missing:
+            raise StateError(f"{where}: {missing[0]!r} is missing")
+        return {key: _like(value[key], item, f"{where}: {key}") for key, item in own.items()}
+    if isinstance(own, torch.Tensor):
+        if value.dtype != own.dtype or value.ndim != own.ndim or value.is_meta or not len(value):
+            raise StateError(
+                f"{where}: expected {own.dtype} with {own.ndim} dimensions,"
+                f" got {value.dtype} with {value.ndim}"
+            )
+        return value.cpu()
+    return value
