@@ -6,15 +6,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-SERVERS := .servers/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint fmt clean
+.PHONY: help setup servers demo test lint fmt clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: $(INSTALLED) $(SERVERS) ## a virtual environment, Prometheus and Alertmanager, inside this folder
+setup: $(INSTALLED) servers ## a virtual environment, Prometheus and Alertmanager, inside this folder
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@echo "Installing into $(VENV): torch and what the tests need, about a minute"
@@ -22,11 +21,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	@touch $@
 
-$(SERVERS): deploy/servers.sh
+servers:
 	@sh deploy/servers.sh .servers
-	@touch $@
 
-demo: setup ## fault, alert, rollback, on real servers (about two minutes); ARGS=--keep leaves them up
+demo: setup ## fault, alert, rollback, on real servers (about a minute); ARGS=--keep leaves them up
 	@$(BIN)/python -m deploy.demo $(ARGS)
 
 test: setup ## all tests, those with real servers included; ARGS='-k words' chooses

@@ -37,17 +37,18 @@ class Thresholds:
     """When a step breaks a rule. The shipped alert rules are written for the defaults."""
 
     hard: float = 100.0
-    """Times the baseline; the first source document's urgent alarm."""
+    """Times the baseline. What grows a hundredfold overflows or destroys the loss soon; a healthy
+    tap wanders by less than 2 once settled."""
 
     sigma: float = 5.0
-    """Standard deviations above the window's mean; the same document's second rule."""
+    """Standard deviations above the window's mean; how the rule is read stands in the README."""
 
     exceed: float = 100.0
     """|x| of an element that counts for the exceed ratio: "massive activations" are those beyond
     100 (and a thousand times the median), Sun et al. 2024, arXiv:2402.17762."""
 
     window: int = 500
-    """Sampled steps in the window; the same rule's 500."""
+    """Sampled steps in the window."""
 
     window_minimum: int = 200
     """Steps before the window is used: with 200 the deviation is known to 5 %, 1/sqrt(2n)."""

@@ -1,8 +1,9 @@
 """Which modules of a model are watched, and under which names.
 
 `watch="sublayers"` watches inside the blocks, since a block's output is blind to a fault that its
-residual stream or norm hides: in the linear-attention block of the second source document the
-inputs stay at 0.8 at every depth while the attention context inside reaches 195,000.
+residual stream or norm hides: with an exponential feature map in linear attention the blocks'
+inputs were measured to stay at 0.8 at every depth, while the attention's context inside them
+reached 195,000.
 """
 
 from __future__ import annotations

@@ -62,6 +62,15 @@ make_relocatable() {
         "$bin/alertmanager.relocated" >"$bin/prometheus-alertmanager"
 }
 
+# Nothing to do where the same choice was made before and what it found is still there.
+if [ -f "$dir/.ready" ] && [ "$(cat "$dir/.ready")" = "${ACT_SERVERS:-}" ]; then
+    complete=yes
+    for program in prometheus promtool alertmanager amtool; do
+        [ -x "$dir/bin/$program" ] || complete=no
+    done
+    [ $complete = no ] || exit 0
+fi
+
 if [ -n "${ACT_SERVERS:-}" ]; then
     link_all find_in "$ACT_SERVERS" || {
         echo "ACT_SERVERS=$ACT_SERVERS must hold prometheus, promtool, alertmanager and amtool" >&2
@@ -78,3 +87,4 @@ else
 fi
 "$dir/bin/prometheus" --version 2>&1 | head -n 1
 "$dir/bin/alertmanager" --version 2>&1 | head -n 1
+echo "${ACT_SERVERS:-}" >"$dir/.ready"

@@ -53,9 +53,8 @@ class TestRendered:
         keys = differing(rendered, shipped("alerting/alertmanager.yml"))
         keys = {key for key in keys if not key.startswith("global.smtp_")}
         assert keys == {
-            *(f"route.{time}" for time in times),
-            *(f"route.routes.{time}" for time in times[1:]),  # the first one is 0 s
-            *(["route.routes.group_wait"]),
+            *(f"route.routes.{time}" for time in times),
+            *(f"route.routes.routes.{time}" for time in times),
             "receivers.email_configs",
             "receivers.slack_configs.api_url_file",
             "receivers.webhook_configs.url",
@@ -130,3 +129,16 @@ def test_a_folder_with_other_files_is_not_emptied(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "holds files that are not the demo's" in done.stderr
     assert own.read_text() == "mine"
+
+
+def test_a_second_demo_leaves_the_first_one_its_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "files"
+    argv = [sys.executable, "-m", "deploy.demo", f"--folder={folder}"]
+    with running("demo", argv, tmp_path, cwd=REPOSITORY) as demo:
+        demo.wait_for((folder / "trainer.log").exists, "the trainer's log", timeout=60)
+        done = subprocess.run(argv, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 1
+        assert done.stderr == (
+            f"Another demo uses {folder}: end it, or give this one a --folder.\n"
+        )
+        assert (folder / "trainer.log").exists()

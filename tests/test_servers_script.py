@@ -85,3 +85,24 @@ def test_where_there_are_none_it_says_what_to_install(tmp_path: Path, tools: Pat
     assert done.stderr.startswith("Install Prometheus and Alertmanager")
     assert "ACT_SERVERS" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_a_second_run_does_nothing_until_the_choice_changes(
+    tmp_path: Path, tools: Path, servers: Path
+) -> None:
+    target = tmp_path / "target"
+    assert run(target, [tools, servers]).stdout
+    assert run(target, [tools]).stdout == ""
+    assert run(target, [tools], tmp_path / "nothing").returncode == 1
+    assert run(target, [tools], servers).stdout
+
+
+def test_a_link_that_leads_nowhere_any_more_is_made_anew(
+    tmp_path: Path, tools: Path, servers: Path
+) -> None:
+    target = tmp_path / "target"
+    assert run(target, [tools], servers).returncode == 0
+    moved = servers.rename(tmp_path / "moved")
+    assert run(target, [tools], servers).returncode == 1
+    moved.rename(servers)
+    assert run(target, [tools], servers).returncode == 0

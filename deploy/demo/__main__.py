@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import random
 import shutil
 import signal
@@ -24,7 +25,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from deploy.demo.observe import Observer
+from deploy.demo.observe import LOSS_SECONDS, Observer
 from deploy.demo.servers import REPOSITORY, Server, free_port, running
 from deploy.demo.stack import Stack, stack
 
@@ -33,13 +34,14 @@ FOLDER = REPOSITORY / "build" / "demo"
 MARK = "chat.jsonl"
 """The first file of a demo: a folder that has it may be emptied by the next one."""
 
-STEPS = 800
 SAVE_EVERY = 100
 FAULT_STEPS = range(420, 520)
-"""After step 300, by which all baselines have settled, and with 300 steps left to recover in."""
+"""After step 300, by which all baselines have settled."""
+STEPS = 5_000
+"""More than are needed: the demo ends when everything was seen."""
 
-PATIENCE_SECONDS = 170
-"""The demo's own limit; on two cores it takes about a minute and a half."""
+PATIENCE_SECONDS = 160
+"""The demo's own limit; on two cores it takes about a minute."""
 
 
 def main() -> int:
@@ -64,10 +66,23 @@ def main() -> int:
     # Where nobody's terminal says how wide it is, the table's rows fit on a line.
     console = Console(width=None if sys.stdout.isatty() else 130)
     try:
-        return demo(console, folder, arguments.keep, arguments.seed)
+        with alone(folder):
+            return demo(console, folder, arguments.keep, arguments.seed)
     except KeyboardInterrupt:
         console.print("interrupted; all processes were ended")
         return 130
+
+
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Hold the folder: a second demo would empty it under the first one's feet."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with (folder.parent / f".{folder.name}.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            sys.exit(f"Another demo uses {folder}: end it, or give this one a --folder.")
+        yield
 
 
 def demo(console: Console, folder: Path, keep: bool, seed: int | None) -> int:
@@ -120,7 +135,7 @@ def demo(console: Console, folder: Path, keep: bool, seed: int | None) -> int:
 
 
 def watch(console: Console, observer: Observer, trainer: Server) -> None:
-    """Look until the trainer has ended, and say what is seen when it is seen."""
+    """Say what is seen when it is seen, until it is all or nothing more can come."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     with _progress(console) as progress:
         task = progress.add_task("training", total=STEPS, loss="")
@@ -132,7 +147,7 @@ def watch(console: Console, observer: Observer, trainer: Server) -> None:
             with contextlib.suppress(OSError):
                 step, loss = observer.progress()
                 progress.update(task, completed=step, loss=f"loss {loss:.2f}" if loss else "")
-            if ended or time.monotonic() > deadline:
+            if ended or observer.complete() or time.monotonic() > deadline:
                 break
             time.sleep(0.25)  # a quarter of a scrape
 
@@ -155,9 +170,9 @@ def report(console: Console, observer: Observer, faults: list[str]) -> None:
     console.print(table)
     for when, loss in observer.losses.items():
         meaning = {
-            "before": "mean of the 10 s before the fault",
+            "before": f"mean of the {LOSS_SECONDS:.0f} s before the fault",
             "at": "largest between fault and rollback",
-            "after": "mean of the last 10 s",
+            "after": f"mean of the last {LOSS_SECONDS:.0f} s",
         }[when]
         console.print(f"  loss {when:>6}: {loss:.3f}  ({meaning})", highlight=False)
     for fault in faults:

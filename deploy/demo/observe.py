@@ -22,12 +22,13 @@ from deploy.demo.stack import Stack
 HARD = 100.0
 """The shipped hard rule's threshold, times the baseline."""
 
-LOSS_SECONDS = 10.0
-"""Losses are compared as means over so many seconds: single batches differ by 0.3."""
+LOSS_SECONDS = 15.0
+"""Losses are compared as means over so many seconds, one sample each: single batches differ by 0.15
+from their mean of 2.3."""
 
-LOSS_TOLERANCE = 1.05
-"""The loss is back when its mean is at most this times the mean before the fault; training goes
-on meanwhile, so it should be below."""
+LOSS_TOLERANCE = 1.1
+"""The loss is back when its mean is at most this times the mean before the fault, and had risen
+when it was more: four times what chance does to the difference of two such means."""
 
 _FAULT = re.compile(r"^(\S+ \S+) train WARNING fault: .* before step (\d+)$", re.MULTILINE)
 
@@ -89,6 +90,12 @@ class Observer:
                         self.seen[name] = found
                         fresh.append(name)
         return fresh
+
+    def complete(self) -> bool:
+        """Whether everything was seen, and losses for long enough after it."""
+        healthy = self.seen.get("first healthy step")
+        all_seen = len(self.seen) == len(self.finders)
+        return all_seen and healthy is not None and time.time() - healthy.at > LOSS_SECONDS
 
     def missed(self) -> list[str]:
         """After the run: what was not seen, or not as it must be; empty when all is well."""

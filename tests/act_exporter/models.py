@@ -47,7 +47,7 @@ class Checkpointed(nn.Module):
 
 
 class HybridBlock(nn.Module):
-    """The second source document's block: attention written out, out_proj called three times."""
+    """Linear attention written out in the block itself; out_proj is called three times."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()

@@ -6,6 +6,7 @@ import contextlib
 import email
 import email.policy
 import json
+import re
 import subprocess
 import threading
 import urllib.request
@@ -63,23 +64,32 @@ def seen_firing(alertname: str) -> dict[str, Any]:
     raise LookupError(f"no promtool case in which {alertname} fires")
 
 
+def shipped_routes(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Our one route of the configuration, and the trainer's below it."""
+    (parent,) = config["route"]["routes"]
+    (trainer,) = (route for route in parent["routes"] if route["receiver"] == "trainer")
+    return parent, trainer
+
+
 def labels_of(alertname: str) -> dict[str, str]:
     return {"alertname": alertname, **seen_firing(alertname)["exp_labels"]}
 
 
+def expect_route(labels: dict[str, str], receivers: str, config: Path = CONFIG) -> None:
+    pairs = [f"{name}={value}" for name, value in labels.items()]
+    amtool(
+        "config",
+        "routes",
+        "test",
+        f"--config.file={config}",
+        f"--verify.receivers={receivers}",
+        *pairs,
+    )
+
+
 class TestRoutes:
     config = yaml.safe_load(CONFIG.read_text())
-
-    def route(self, labels: dict[str, str], receivers: str) -> None:
-        pairs = [f"{name}={value}" for name, value in labels.items()]
-        amtool(
-            "config",
-            "routes",
-            "test",
-            f"--config.file={CONFIG}",
-            f"--verify.receivers={receivers}",
-            *pairs,
-        )
+    parent, trainer = shipped_routes(config)
 
     def test_configuration_is_valid(self) -> None:
         assert "SUCCESS" in amtool("check-config", CONFIG)
@@ -96,34 +106,50 @@ class TestRoutes:
 
     @pytest.mark.parametrize(("alertname", "receivers"), RECEIVERS.items())
     def test_alert_reaches(self, alertname: str, receivers: str) -> None:
-        self.route(labels_of(alertname), receivers)
+        expect_route(labels_of(alertname), receivers)
 
     def test_a_request_without_a_run_reaches_people_only(self) -> None:
         labels = {**labels_of("ActRunaway"), "run": ""}
-        self.route(labels, "people")
+        expect_route(labels, "people")
         del labels["run"]
-        self.route(labels, "people")
+        expect_route(labels, "people")
 
     def test_an_alert_that_nobody_thought_of_reaches_people(self) -> None:
-        self.route({"alertname": "DiskFull", "instance": "a:9100"}, "people")
+        expect_route({"alertname": "DiskFull", "instance": "a:9100"}, "people")
+        expect_route({"alertname": "ActSomethingNew", "severity": "warning"}, "people")
 
     def test_an_unknown_action_reaches_people_only(self) -> None:
-        self.route({**labels_of("ActRunaway"), "action": "recover-all"}, "people")
+        expect_route({**labels_of("ActRunaway"), "action": "recover-all"}, "people")
 
     def test_times_for_people_and_for_the_trainer(self) -> None:
-        root = self.config["route"]
         times = ("group_wait", "group_interval", "repeat_interval")
-        assert [root[time] for time in times] == ["30s", "5m", "60m"]
-        assert root["group_by"] == ["run"]
-        trainer = root["routes"][0]
-        assert [trainer[time] for time in times] == ["0s", "10s", "5m"]
-        assert trainer["group_by"] == ["run", "action"]
+        assert [self.parent[time] for time in times] == ["30s", "5m", "60m"]
+        assert self.parent["group_by"] == ["run"]
+        assert [self.trainer[time] for time in times] == ["0s", "10s", "5m"]
+        assert self.trainer["group_by"] == ["run", "action"]
+
+    def test_routes_for_people_take_times_and_grouping_from_the_one_parent(self) -> None:
+        """So they come along where only that route is copied into another configuration."""
+        for child in self.parent["routes"]:
+            if child is not self.trainer:
+                assert child.keys() <= {"receiver", "matchers"}
 
     def test_alerts_are_silenced_only_where_both_have_a_layer(self) -> None:
         """Labels that are missing on both sides count as equal."""
         for rule in self.config["inhibit_rules"]:
             assert 'layer=~".+"' in rule["source_matchers"]
             assert 'layer=~".+"' in rule["target_matchers"]
+
+    def test_the_token_is_not_the_file_that_the_receiver_reads(self) -> None:
+        """Either is open to its reader alone, and the two readers are different users."""
+        receiver = yaml.safe_load((REPOSITORY / "alerting" / "receiver.yml").read_text())
+        (trainer,) = (r for r in self.config["receivers"] if r["name"] == "trainer")
+        (webhook,) = trainer["webhook_configs"]
+        ours = webhook["http_config"]["authorization"]["credentials_file"]
+        assert ours != receiver["token_file"]
+        for name in ("alertmanager.yml", "receiver.yml"):
+            text = (REPOSITORY / "alerting" / name).read_text()
+            assert {ours, receiver["token_file"]} <= set(re.findall(r"/etc/act/[\w-]+", text))
 
     def test_no_secret_is_in_the_file(self) -> None:
         def keys(node: Any) -> Iterator[str]:
@@ -138,6 +164,53 @@ class TestRoutes:
         secrets = {"api_url", "slack_api_url", "smtp_auth_password", "auth_password"}
         secrets |= {"credentials", "bearer_token", "password", "smtp_auth_secret"}
         assert secrets.isdisjoint(keys(self.config))
+
+
+class TestImported:
+    """The one route and the receivers, copied into the configuration of a company."""
+
+    @pytest.fixture
+    def imported(self, tmp_path: Path) -> Path:
+        shipped = yaml.safe_load(CONFIG.read_text())
+        parent, _ = shipped_routes(shipped)
+        config = {
+            "global": shipped["global"],
+            "route": {
+                "receiver": "everybody",
+                "group_by": ["cluster"],
+                "repeat_interval": "4h",
+                "routes": [parent, {"receiver": "dba", "matchers": ["team=dba"]}],
+            },
+            "inhibit_rules": shipped["inhibit_rules"],
+            "receivers": [*shipped["receivers"], {"name": "dba"}, {"name": "everybody"}],
+        }
+        path = tmp_path / "alertmanager.yml"
+        path.write_text(yaml.safe_dump(config))
+        amtool("check-config", path)
+        return path
+
+    @pytest.mark.parametrize(("alertname", "receivers"), RECEIVERS.items())
+    def test_our_alert_reaches(self, alertname: str, receivers: str, imported: Path) -> None:
+        expect_route(labels_of(alertname), receivers, imported)
+
+    @pytest.mark.parametrize(
+        "labels",
+        [
+            {"alertname": "SlowQuery", "severity": "info"},
+            {"alertname": "DiskFull", "severity": "critical"},
+            # What else may ask for something, and what else begins with "Act".
+            {"alertname": "FailoverNeeded", "action": "recover", "run": "gpt"},
+            {"alertname": "ActiveMQBrokerDown", "severity": "critical"},
+        ],
+        ids=lambda labels: labels["alertname"],
+    )
+    def test_another_teams_alert_reaches_that_team_only(
+        self, labels: dict[str, str], imported: Path
+    ) -> None:
+        expect_route({**labels, "team": "dba"}, "dba", imported)
+
+    def test_an_alert_of_nobody_goes_where_it_went_before(self, imported: Path) -> None:
+        expect_route({"alertname": "DiskFull", "severity": "info"}, "everybody", imported)
 
 
 @dataclass
@@ -251,7 +324,7 @@ def render(folder: Path, chat: StandIn, mailbox: Mailbox, receiver: StandIn) -> 
     replacements = {
         "/etc/act/chat-url": secret("chat-url", chat_url),
         "/etc/act/smtp-password": secret("smtp-password", MAIL_SECRET),
-        "/etc/act/receiver-token": secret("receiver-token", TOKEN),
+        "/etc/act/alertmanager-token": secret("receiver-token", TOKEN),
         "mail.example.com:587": f"127.0.0.1:{mailbox.port}",
         "http://localhost:9464/alerts": f"http://127.0.0.1:{receiver.port}/alerts",
     }
@@ -259,9 +332,10 @@ def render(folder: Path, chat: StandIn, mailbox: Mailbox, receiver: StandIn) -> 
     config = replaced(yaml.safe_load(CONFIG.read_text()), replacements, used)
     assert used == set(replacements), "the shipped file no longer has these values"
     config["global"]["smtp_require_tls"] = False  # loopback, and the stand-in has no certificate
-    config["route"]["group_wait"] = "500ms"
-    config["route"]["group_interval"] = "1s"
-    config["route"]["routes"][0]["group_interval"] = "1s"
+    parent, trainer = shipped_routes(config)
+    parent["group_wait"] = "500ms"
+    parent["group_interval"] = "1s"
+    trainer["group_interval"] = "1s"
     path = folder / "alertmanager.yml"
     path.write_text(yaml.safe_dump(config))
     return path
