@@ -120,15 +120,12 @@ def demo(console: Console, folder: Path, keep: bool, seed: int | None) -> int:
         watch(console, observer, trainer)
         faults = observer.missed()
         code = trainer.returncode()
-        if code != 0:
-            faults.append(
-                "the trainer did not finish in time"
-                if code is None
-                else f"the trainer: exit {code}"
-            )
+        if code is not None:
+            faults.append(f"the trainer ended with {code} before everything was seen")
         report(console, observer, faults)
-        if faults and code:
+        if code is not None:
             console.print(trainer.tail(), markup=False, highlight=False)
+        trainer.stop()
         if keep:
             hold(console, servers)
     return 1 if faults else 0

@@ -128,17 +128,21 @@ class Observer:
         return Milestone(at, int(match[2]), "weights multiplied, says the trainer's log")
 
     def _bad_sample(self) -> Milestone | None:
+        baselines = {
+            (labels["layer"], labels["tensor"]): samples[-1][1]
+            for labels, samples in self._stored("act_layer_absmax_baseline")
+        }
         bad = [
-            (at, ratio, f"{labels['layer']} {labels['tensor']}")
-            for labels, samples in self._stored("layer:act_layer_absmax:baseline_ratio")
-            for at, ratio in samples
-            if ratio > HARD
+            (at, -peak / baselines[tap], " ".join(tap))
+            for labels, samples in self._stored("act_layer_absmax_peak")
+            if (tap := (labels["layer"], labels["tensor"])) in baselines
+            for at, peak in samples
+            if peak > HARD * baselines[tap]
         ]
         if not bad:
             return None
-        first = min(at for at, _, _ in bad)
-        ratio, layer = max((ratio, layer) for at, ratio, layer in bad if at == first)
-        return self._seen_at(first, f"{layer}: {ratio:.0f} times its baseline")
+        at, ratio, worst = min(bad)  # of the first scrape
+        return self._seen_at(at, f"{worst}: {-ratio:.0f} times its baseline")
 
     def _prometheus_alert(self) -> Milestone | None:
         times = self._times("ALERTS", alertname="ActRunaway", alertstate="firing")
