@@ -8,8 +8,9 @@ step that broke a rule are then on http://localhost:9460/metrics.
 """
 
 from act_exporter.exceptions import ActExporterError, NothingToWatchError, SettingError, StateError
-from act_exporter.exporter import Exporter, start_exporter
+from act_exporter.exporter import Exporter
 from act_exporter.history import Thresholds
+from act_exporter.start import start_exporter
 
 __all__ = [
     "ActExporterError",

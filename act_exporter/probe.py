@@ -1,37 +1,27 @@
-"""Taking tensors: hooks on the watched modules, one operator, one matrix of rows a device.
-
-A hook does nothing but find the tensor and call one operator, which torch.compile cannot look
-into: whether this step is sampled, whether this forward counts and what happens on an error is
-decided inside it, so that none of it is traced and no flag makes a graph recompile. (A Python
-flag, a counter or a row number in the hook each end in recompilation limits.) A hook therefore
-holds nothing but tensors: its row, a key that says whose row it is, and the probe's flag. A
-compiler may hand the operator copies of what it writes to, so nothing is known by its address.
-"""
+"""Taking tensors: hooked modules, one matrix of rows a device, and their samples on the host."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import itertools
 import time
-import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from act_exporter import statistics
+from act_exporter.hooks import (
+    BeginHook,
+    EndHook,
+    InputHook,
+    OutputHook,
+    add_observer,
+    remove_observer,
+)
 from act_exporter.layers import Tap
 from act_exporter.statistics import Array, Column
-
-_PROBES: weakref.WeakValueDictionary[int, Probe] = weakref.WeakValueDictionary()
-"""Probes by number: the way from a key back to its probe."""
-
-_NUMBERS = itertools.count()
 
 # A step that gathers this many times as many forwards as any step before it, and at least so many,
 # is not gathering micro-batches: the optimizer is being skipped (a loss scaler after an overflow, a
@@ -115,9 +105,7 @@ class Probe:
         self._matrices: dict[torch.device, torch.Tensor] = {}
         self._recorded: dict[str, torch.Tensor] = {}
         self._copies: deque[_Copy] = deque()
-        self._number = next(_NUMBERS)
-        _PROBES[self._number] = self
-        _define_operators()
+        self._number = add_observer(self)
         # Whether the forward under way is one of training: decided once, at the root. On the CPU,
         # whatever the user's default device is: it is read in every hook.
         training = torch.zeros((), dtype=torch.bool, device="cpu")
@@ -125,7 +113,7 @@ class Probe:
         home = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self._handles: list[RemovableHandle] = []
         try:
-            begin, end = _BeginHook(key, training), _EndHook(key, training)
+            begin, end = BeginHook(key, training), EndHook(key, training)
             self._handles.append(model.register_forward_pre_hook(begin))
             self._handles.append(model.register_forward_hook(end, always_call=True))
             for index, tap in enumerate(taps):
@@ -138,9 +126,9 @@ class Probe:
 
     def _hook(self, tap: Tap, row: torch.Tensor, key: torch.Tensor, training: torch.Tensor) -> None:
         if tap.tensor == "output":
-            handle = tap.module.register_forward_hook(_OutputHook(row, key, training))
+            handle = tap.module.register_forward_hook(OutputHook(row, key, training))
         else:
-            hook = _InputHook(row, key, training)
+            hook = InputHook(row, key, training)
             handle = tap.module.register_forward_pre_hook(hook, with_kwargs=True)
         self._handles.append(handle)
 
@@ -191,7 +179,37 @@ class Probe:
         """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
-        _PROBES.pop(self._number, None)
+        remove_observer(self._number)
+
+    def begin(self) -> None:
+        """A forward of the root in training begins."""
+        if self.paused:
+            return
+        usual = self._usual_forwards
+        limit = max(_STUCK_FACTOR * usual, _STUCK_FORWARDS) if usual else _STUCK_AT_FIRST
+        if self.forwards >= limit:
+            # From now on as often as steps would have come.
+            self.forwards -= max(usual, 1)
+            self._on_stuck()
+        self.forwards += 1
+
+    def observe(self, x: torch.Tensor, row: torch.Tensor, index: int) -> None:
+        """The tap number `index` saw `x`."""
+        if self.paused or not self.sampling:
+            return
+        started = time.perf_counter()
+        if x.device != row.device:  # the model was moved since
+            row = self._matrix(x.device)[index]
+        statistics.count_call(row)
+        limit = self._limits[index]
+        if statistics.has_statistics(x) and (limit is None or x.numel() <= limit):
+            add = statistics.add_on_cpu if x.is_cpu else statistics.add_on_device
+            add(x, row, self._threshold)
+        self.seconds += time.perf_counter() - started
+
+    def failed(self, error: Exception) -> None:
+        """Something went wrong in a hook."""
+        self._on_error("hook", error)
 
     def _clear(self) -> None:
         for matrix in self._matrices.values():
@@ -206,36 +224,6 @@ class Probe:
             self._matrices[device] = matrix
         return matrix
 
-    def _begin(self) -> None:
-        if self.paused:
-            return
-        usual = self._usual_forwards
-        limit = max(_STUCK_FACTOR * usual, _STUCK_FORWARDS) if usual else _STUCK_AT_FIRST
-        if self.forwards >= limit:
-            # From now on as often as steps would have come.
-            self.forwards -= max(usual, 1)
-            self._on_stuck()
-        self.forwards += 1
-
-    def _observe(self, x: torch.Tensor, row: torch.Tensor, index: int) -> None:
-        if self.paused or not self.sampling:
-            return
-        started = time.perf_counter()
-        if x.device != row.device:  # the model was moved since
-            row = self._matrix(x.device)[index]
-        statistics.count_call(row)
-        limit = self._limits[index]
-        if statistics.has_statistics(x) and (limit is None or x.numel() <= limit):
-            add = statistics.add_on_cpu if x.is_cpu else statistics.add_on_device
-            add(x, row, self._threshold)
-        self.seconds += time.perf_counter() - started
-
-
-def _in_backward() -> bool:
-    """Whether activation checkpointing runs a forward a second time, inside backward."""
-    task = getattr(torch._C, "_current_graph_task_id", None)  # private: may go away
-    return task is not None and task() != -1
-
 
 def _to_host(tensor: torch.Tensor, events: list[torch.Event]) -> torch.Tensor:
     """A copy on the host, complete once the event that this may add to `events` has passed."""
@@ -247,135 +235,3 @@ def _to_host(tensor: torch.Tensor, events: list[torch.Event]) -> torch.Tensor:
     event.record()
     events.append(event)
     return host
-
-
-@functools.cache
-def _define_operators() -> Any:
-    """The two operators, once a process; raw, since a decorated one costs ten times as much."""
-    make: Any = torch.library.Library  # has no types
-    library = make("act_exporter", "DEF")
-    for schema, run in (
-        ("begin(Tensor(a!) flag, Tensor key, bool training) -> ()", _begin),
-        ("observe(Tensor x, Tensor(a!) row, Tensor key, Tensor training) -> ()", _observe),
-    ):
-        name = library.define(schema)
-        library.impl(name, run, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"act_exporter::{name}", lambda *_: None, lib=library)
-    return library
-
-
-def _begin(flag: torch.Tensor, key: torch.Tensor, training: bool) -> None:
-    # Inside reentrant checkpointing gradients are off, in an evaluation too: only the root knows.
-    if _in_backward():
-        return
-    flag.fill_(training)
-    with _contained(key) as probe:
-        if training and probe is not None:
-            probe._begin()
-
-
-def _observe(x: torch.Tensor, row: torch.Tensor, key: torch.Tensor, training: torch.Tensor) -> None:
-    if training.numpy() and not _in_backward():
-        with _contained(key) as probe:
-            if probe is not None:
-                probe._observe(x, row, int(key[1]))
-
-
-@contextlib.contextmanager
-def _contained(key: torch.Tensor) -> Iterator[Probe | None]:
-    """The key's probe; what goes wrong inside is told to it and goes no further."""
-    probe = _PROBES.get(int(key[0]))
-    try:
-        yield probe
-    except Exception as error:
-        if probe is not None:
-            probe._on_error("hook", error)
-
-
-def _first_tensor(value: Any) -> torch.Tensor | None:
-    """The first tensor of what a module takes or returns, on this rank; None if there is none."""
-    if isinstance(value, torch.Tensor):
-        local = getattr(value, "to_local", None)  # a DTensor's shard
-        return value if local is None else local()
-    parts: Any = ()
-    if isinstance(value, tuple | list):
-        parts = value
-    elif isinstance(value, Mapping):
-        parts = value.values()
-    elif is_dataclass(value):
-        parts = vars(value).values()
-    for part in parts:
-        tensor = _first_tensor(part)
-        if tensor is not None:
-            return tensor
-    return None
-
-
-class _Hook:
-    """A class, not a closure, so that a hooked model can be copied and pickled."""
-
-    def __init__(self, key: torch.Tensor, training: torch.Tensor) -> None:
-        self.key = key
-        self.training = training
-
-    def __reduce__(self) -> tuple[type[_Unwatched], tuple[()]]:
-        return _Unwatched, ()
-
-    # Nothing is returned: what a hook returns replaces the module's input or output.
-    def run(self, module: nn.Module, *values: Any) -> None:
-        if torch.compiler.is_exporting():
-            return  # an exported program must load where this package is not
-        if torch.compiler.is_compiling():
-            self.call(module, *values)
-            return
-        with _contained(self.key):
-            self.call(module, *values)
-
-    def call(self, module: nn.Module, *values: Any) -> None:
-        raise NotImplementedError
-
-
-class _Unwatched:
-    """What a copied or unpickled model has in a hook's place: a copy is not what trains here."""
-
-    def __call__(self, *_: Any) -> None:
-        pass
-
-
-class _TapHook(_Hook):
-    def __init__(self, row: torch.Tensor, key: torch.Tensor, training: torch.Tensor) -> None:
-        super().__init__(key, training)
-        self.row = row
-
-    def call(self, module: nn.Module, *values: Any) -> None:
-        x = _first_tensor(values)
-        if x is not None:
-            torch.ops.act_exporter.observe(x.detach(), self.row, self.key, self.training)
-
-
-class _OutputHook(_TapHook):
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.run(module, output)
-
-
-class _InputHook(_TapHook):
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self.run(module, args, kwargs)
-
-
-class _BeginHook(_Hook):
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        self.run(module)
-
-    def call(self, module: nn.Module, *values: Any) -> None:
-        training = module.training and torch.is_grad_enabled()
-        torch.ops.act_exporter.begin(self.training, self.key, training)
-
-
-class _EndHook(_Hook):
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.run(module)
-
-    def call(self, module: nn.Module, *values: Any) -> None:
-        # A part that is called by itself, to sample or to evaluate, is no training forward.
-        torch.ops.act_exporter.begin(self.training, self.key, False)

@@ -12,18 +12,19 @@ file or none, also after a power cut. Standard library only: the trainer imports
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import logging
 import os
 import secrets
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 from alerting.exceptions import ControlError
+from alerting.files import sync_folder, write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +32,9 @@ Action = Literal["recover", "checkpoint"]
 Result = Literal["done", "refused", "failed"]
 _CLAIM_SECONDS = 60
 """A claim takes milliseconds; what is older than this is nobody's any more."""
+
+LIVE = ("running", "recovering")
+"""The states of a run that takes up requests."""
 
 ACTIONS: tuple[Action, ...] = get_args(Action)
 """In the order of precedence: the guard looks for a recovery first."""
@@ -128,24 +132,43 @@ class ControlDirectory:
     def find(cls, runs: str | Path, run: str) -> ControlDirectory | None:
         """The control directory of `run` among the run folders in `runs`, or None.
 
-        Names are compared with what each guard published; no label ever becomes a path. Of two
-        folders that claim one name, the one written to last is meant.
+        Names are compared with what each guard published; no label ever becomes a path. Of several
+        folders with one name the live one is meant, and where none is, the one written to last.
+
+        Raises:
+            ControlError: two of them are live.
         """
-        newest: tuple[float, ControlDirectory] | None = None
-        for path in Path(runs).glob("*/control/status.json"):
+        named: list[tuple[ControlDirectory, Status]] = []
+        for control, status in cls.registered(runs):
+            if isinstance(status, ControlError):
+                log.warning("%s", status)
+            elif status.run == run:
+                named.append((control, status))
+        live = [(control, status) for control, status in named if status.state in LIVE]
+        if len(live) > 1:
+            # A trainer that was killed says so for ever, so this may be an old run of that name.
+            first, second = (control.path.parent for control, _ in live[:2])
+            raise ControlError(
+                f"{first} and {second} both say that they are the live run {run!r}: name them "
+                "differently, or move the one that has died elsewhere"
+            )
+        newest = max(live or named, key=lambda found: found[1].updated_at, default=None)
+        return newest[0] if newest else None
+
+    @classmethod
+    def registered(
+        cls, runs: str | Path
+    ) -> Iterator[tuple[ControlDirectory, Status | ControlError]]:
+        """Each run among the run folders in `runs`, with its status or what is wrong with it."""
+        for path in sorted(Path(runs).glob("*/control/status.json")):
             control = cls(path.parent)
             try:
                 status = control.status()
             except ControlError as error:
-                log.warning("%s", error)
-                continue
-            if (
-                status is not None
-                and status.run == run
-                and (newest is None or status.updated_at > newest[0])
-            ):
-                newest = (status.updated_at, control)
-        return newest[1] if newest else None
+                yield control, error
+            else:
+                if status is not None:
+                    yield control, status
 
     def create(self) -> None:
         """Make the folders (the guard, once)."""
@@ -167,6 +190,10 @@ class ControlDirectory:
             ControlError: the file is mangled.
         """
         return _read(self.path / "status.json", Status)
+
+    def accepts_requests(self) -> bool:
+        """Whether this process may write a request (a receiver)."""
+        return self._requests.is_dir() and os.access(self._requests, os.W_OK | os.X_OK)
 
     def claim(self, request: Request) -> bool:
         """Open `request`; False if one of its kind is open already (a receiver).
@@ -194,21 +221,21 @@ class ControlDirectory:
         """The open request of that kind, or None; changes nothing.
 
         Raises:
-            ControlError: the file is no request.
+            ControlError: the file is no request of that kind.
         """
-        request = _read(self._request_path(action), Request)
+        request = self._read_request(action)
         return None if request is None or self._is_answered(request) else request
 
     def take_up(self, action: Action) -> Request | None:
         """The same for the guard, which also clears away what would block the kind for ever.
 
         A request whose answer is there is closed (the guard died between the two); a file that is
-        no request is set aside with a warning. Only the guard does so: a receiver might remove a
-        request that was opened since it looked.
+        no request of the kind is set aside with a warning. Only the guard does so: a receiver
+        might remove a request that was opened since it looked.
         """
         path = self._request_path(action)
         try:
-            request = _read(path, Request)
+            request = self._read_request(action)
         except ControlError as error:
             aside = path.with_suffix(f".rejected-{time.time_ns()}")
             path.rename(aside)
@@ -228,6 +255,14 @@ class ControlDirectory:
         """The guard's answer to that request, or None so far (a receiver)."""
         return _read(self._answer_path(request_id), Answer)
 
+    def _read_request(self, action: Action) -> Request | None:
+        path = self._request_path(action)
+        request = _read(path, Request)
+        if request is not None and request.action != action:
+            # Closing it would remove the other kind's open request and leave this file for ever.
+            raise ControlError(f"{path}: 'action' is {request.action!r}, expected {action!r}")
+        return request
+
     def _is_answered(self, request: Request) -> bool:
         return self._answer_path(request.id).exists()
 
@@ -240,31 +275,6 @@ class ControlDirectory:
 
     def _answer_path(self, request_id: str) -> Path:
         return self._answers / f"{request_id}.json"
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace `path` so that a reader, or the next boot, finds the old text or the new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make new names in `folder` survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _to_json(record: Status | Request | Answer) -> str:

@@ -8,7 +8,6 @@ The text is hostile until it has passed: counts and lengths are bounded.
 
 from __future__ import annotations
 
-from datetime import datetime
 from typing import Annotated, Any, Literal
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, StringConstraints, ValidationError
@@ -63,11 +62,6 @@ class Alert(_Model):
     ends_at: AwareDatetime | None = None
     generator_url: Value = ""
     fingerprint: Value = ""
-
-    @property
-    def ended_at(self) -> datetime | None:
-        """When it ended; None while it fires, which Alertmanager writes as the year 1."""
-        return None if self.ends_at is None or self.ends_at.year == 1 else self.ends_at
 
 
 class Payload(_Model):

@@ -23,6 +23,8 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from starlette.background import BackgroundTask
 from starlette.requests import ClientDisconnect
 
+from alerting.control import LIVE, ControlDirectory
+from alerting.exceptions import ControlError
 from alerting.metrics import Metrics, WithoutCreated
 from alerting.payload import Payload, PayloadError, parse, schema
 from alerting.settings import Settings
@@ -191,4 +193,20 @@ async def _problem(runs: Path, store: Store, worker: Worker) -> str | None:
         await asyncio.to_thread(os.listdir, runs)
     except OSError as error:
         return f"The runs folder {runs} cannot be read: {error.strerror}."
+    return await asyncio.to_thread(_closed_run, runs)
+
+
+def _closed_run(runs: Path) -> str | None:
+    """Which run could not be asked for anything, if there is one; most often another user's.
+
+    Those that have ended are not asked, so their folders may be closed.
+    """
+    for control, status in ControlDirectory.registered(runs):
+        if isinstance(status, ControlError) or status.state not in LIVE:
+            continue
+        if not control.accepts_requests():
+            return (
+                f"Run {status.run!r} cannot be asked: this process may not write requests into "
+                f"{control.path}."
+            )
     return None

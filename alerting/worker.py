@@ -304,9 +304,5 @@ def _loss(control: ControlDirectory, request: Request) -> str | None:
 
 def _unreadable_status(runs: Path) -> str | None:
     """What is wrong with the first mangled status file among the run folders, if any is."""
-    for path in runs.glob("*/control/status.json"):
-        try:
-            ControlDirectory(path.parent).status()
-        except ControlError as error:
-            return str(error)
-    return None
+    found = (status for _, status in ControlDirectory.registered(runs))
+    return next((str(status) for status in found if isinstance(status, ControlError)), None)

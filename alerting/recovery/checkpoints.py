@@ -18,8 +18,8 @@ import shutil
 import time
 from pathlib import Path
 
-from alerting.control import sync_folder
 from alerting.exceptions import CheckpointError
+from alerting.files import sync_folder
 from alerting.recovery.health import HealthRecord, read_health, verdict
 from alerting.recovery.lineage import Checkpoint
 from alerting.recovery.manifest import (
@@ -45,12 +45,16 @@ class CheckpointStore:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._last_number = 0
+        self._said: set[tuple[str, str]] = set()
 
-    def open(self) -> None:
+    def open(self, *, begun: bool) -> None:
         """Make the folder, or find what a former process left in it.
 
+        Args:
+            begun: whether the run has been trained before, so that there must be a checkpoint.
+
         Raises:
-            CheckpointError: it is something else's.
+            CheckpointError: it is something else's, or its checkpoints are gone or unreadable.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -59,12 +63,10 @@ class CheckpointStore:
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be made: {error}") from error
         found = self._scan(strict=True)
-        foreign = self._foreign({c.name for c in found})
-        if foreign and not found:
-            raise CheckpointError(
-                f"{self.path} holds {', '.join(foreign[:3])}, which this guard did not write, and "
-                "no checkpoint of its own; choose another run folder"
-            )
+        foreign = self._foreign()
+        if not found:
+            # Before anything is cleared away, which a person may want to look at.
+            self._require_unused(foreign, begun=begun)
         for name in foreign:
             log.warning("%s is not a checkpoint of this guard; left alone", self.path / name)
         for prefix, what in ((SAVING, "unfinished save"), (DELETING, "unfinished deletion")):
@@ -114,7 +116,7 @@ class CheckpointStore:
 
     def mark(self, checkpoint: Checkpoint, health: HealthRecord) -> None:
         """Record a verdict, unless a worse one stands."""
-        if not health.replaces(read_health(checkpoint.folder)):
+        if not health.replaces(self._health(checkpoint.folder)):
             return
         log.log(
             logging.INFO if health.health == "confirmed" else logging.WARNING,
@@ -156,21 +158,53 @@ class CheckpointStore:
                     raise
                 continue
             except CheckpointError as error:
-                log.warning("checkpoint %s is not used: %s", folder.name, error)
+                self._warn_once("checkpoint %s is not used: %s", folder.name, error)
                 continue
             if manifest is not None:
-                health = read_health(folder)
+                health = self._health(folder)
                 found.append(Checkpoint(folder=folder, manifest=manifest, health=health))
         return sorted(found, key=lambda c: c.manifest.number)
 
-    def _foreign(self, own: set[str]) -> list[str]:
+    def _health(self, folder: Path) -> HealthRecord:
+        try:
+            return read_health(folder)
+        except CheckpointError as error:
+            # With the verdict lost, going further back costs some steps, trusting it the run.
+            self._warn_once("checkpoint %s counts as suspect: %s", folder.name, error)
+            return verdict("suspect", f"its health is unknown: {error}")
+
+    def _warn_once(self, sentence: str, name: str, error: CheckpointError) -> None:
+        # The folder is read at every save.
+        if (name, str(error)) not in self._said:
+            self._said.add((name, str(error)))
+            log.warning(sentence, name, error)
+
+    def _require_unused(self, foreign: list[str], *, begun: bool) -> None:
+        names = sorted(path.parent.name for path in self.path.glob(f"*/{MANIFEST_FILE}"))
+        mangled = [name for name in names if not name.startswith(".")]
+        if mangled:
+            raise CheckpointError(
+                f"{self.path} holds {', '.join(mangled[:3])}, and none of them has a manifest that "
+                "can be read; bring the checkpoints back, or choose another run folder"
+            )
+        if foreign:
+            raise CheckpointError(
+                f"{self.path} holds {', '.join(foreign[:3])}, which this guard did not write, and "
+                "no checkpoint of its own; choose another run folder"
+            )
+        if begun:
+            raise CheckpointError(
+                f"{self.path} holds no checkpoint, although this run has begun; bring the "
+                "checkpoints back, or choose another run folder"
+            )
+
+    def _foreign(self) -> list[str]:
+        # What has a manifest is ours: one of another program is refused while scanning.
         return sorted(
             entry.name
             for entry in self.path.iterdir()
             if not entry.name.startswith(".")
             and entry.name != DELETIONS
-            and entry.name not in own
-            # With a manifest it is ours, though mangled: said already.
             and not (entry / MANIFEST_FILE).exists()
         )
 

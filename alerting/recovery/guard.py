@@ -6,7 +6,6 @@ Everything happens in the training thread between two steps, but for the writing
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from torch import nn
 
 from alerting.control import ControlDirectory, Request
-from alerting.exceptions import CheckpointError, ConfigError, RecoveryHaltedError
+from alerting.exceptions import CheckpointError, RecoveryHaltedError
 from alerting.recovery.checkpoints import CheckpointStore
 from alerting.recovery.confirmations import Confirmations
 from alerting.recovery.detector import Detector, Unwatched
@@ -29,6 +28,7 @@ from alerting.recovery.procedure import RecoveryProcedure
 from alerting.recovery.rollback import Rollback
 from alerting.recovery.saver import Saver
 from alerting.recovery.schedule import Schedule
+from alerting.recovery.settings import require_seconds, require_whole, run_name
 from alerting.recovery.training_state import Stateful, TrainingState, require_one_rank
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class TrainingGuard:
         loader: gives the batches, epoch after epoch; None gives None as each batch.
         state: other objects to save, by name, each with `state_dict` and `load_state_dict`.
         exporter: the detector of bad steps. Without one every request to recover is honoured.
-        run: the run's name; by default the exporter's, else the folder's.
+        run: the run's name; the exporter's where there is one, else by default the folder's.
         save_every_steps: a checkpoint is due after so many steps,
         save_every_seconds: or after so many seconds, whichever comes first.
         keep: how many healthy checkpoints are kept, at least 2; as many of those made on request.
@@ -61,7 +61,7 @@ class TrainingGuard:
         max_rollbacks: rollbacks until the run is halted for people.
 
     Raises:
-        ConfigError: a setting makes no sense, or several ranks train.
+        ConfigError: a setting makes no sense, `run` is not the exporter's, or several ranks train.
     """
 
     def __init__(
@@ -91,19 +91,15 @@ class TrainingGuard:
         max_rollbacks: int = 2,
     ) -> None:
         require_one_rank()
-        for setting, value, least in (
-            ("save_every_steps", save_every_steps, 1),
-            ("save_every_seconds", save_every_seconds, 0),
-            ("keep", keep, 2),
-            ("onset_margin_steps", onset_margin_steps, 0),
-            ("confirm_after_steps", confirm_after_steps, 1),
-            ("max_rollbacks", max_rollbacks, 0),
-        ):
-            if value < least:
-                raise ConfigError(f"{setting} is {value}, must be at least {least}")
+        require_whole("save_every_steps", save_every_steps, 1)
+        require_seconds("save_every_seconds", save_every_seconds)
+        require_whole("keep", keep, 2)
+        require_whole("onset_margin_steps", onset_margin_steps, 0)
+        require_whole("confirm_after_steps", confirm_after_steps, 1)
+        require_whole("max_rollbacks", max_rollbacks, 0)
         self._folder = Path(run_folder)
         self._schedule = Schedule(steps=save_every_steps, seconds=save_every_seconds)
-        name = run or (exporter.run if exporter is not None else self._folder.resolve().name)
+        name = run_name(run, exporter, self._folder)
         self._detector: Detector = exporter if exporter is not None else Unwatched(name)
         self._position = LoaderPosition(loader)
         training = TrainingState(
@@ -164,16 +160,16 @@ class TrainingGuard:
             (step, batch) for each step; steps count from 1.
 
         Raises:
-            ConfigError: `total_steps` is no positive number, the loader is empty, or several
+            ConfigError: `total_steps` is no positive whole number, the loader is empty, or several
                 ranks train.
             CheckpointError: the run folder is something else's or in use, a file in it is
-                mangled, the first checkpoint cannot be written, or one does not fit the model.
+                mangled, its checkpoints are gone, the first checkpoint cannot be written, or one
+                does not fit the model.
             RecoveryHaltedError: no healthy checkpoint is left, or the rollbacks are spent.
             OSError: guard.json or a verdict could not be written in a recovery; the next process
                 takes it up.
         """
-        if total_steps < 1:
-            raise ConfigError(f"total_steps is {total_steps}, must be at least 1")
+        require_whole("total_steps", total_steps, 1)
         require_one_rank()
         return self._guarded_steps(total_steps)
 
@@ -198,11 +194,11 @@ class TrainingGuard:
 
     def _begin(self) -> int:
         """Stand at the step to go on from: 0, or that of a checkpoint."""
-        self._store.open()
+        begun = self._ledger.load()
+        self._store.open(begun=begun)
         self._control.create()
-        known = self._ledger.load()
         checkpoints = self._store.all()
-        if not known and checkpoints:
+        if not begun and checkpoints:
             generation = max(c.manifest.generation for c in checkpoints)
             log.warning("guard.json is missing: going on in generation %d", generation)
             self._ledger.update(generation=generation)
@@ -211,23 +207,19 @@ class TrainingGuard:
             checkpoint = self._procedure.take_up(ledger.recovery)
         elif checkpoints:
             checkpoint = self._resume()
-        elif ledger.generation == 0:
-            return self._begin_anew()
         else:
-            raise CheckpointError(
-                f"{self._store.path} is empty, but the run is in generation {ledger.generation}; "
-                "bring the checkpoints back, or choose another run folder"
-            )
+            return self._begin_anew()
         return self._go_on_from(checkpoint)
 
     def _begin_anew(self) -> int:
-        self._ledger.update(phase="running")
         self._position.start()
         self._detector.reset(0)
         self._detector.step(0)
         # Waited for: so there is always one to go back to, and a disk or an object that cannot be
         # saved shows now and not in the night.
         self._confirmations.add(self._saver.save_now(0, "periodic"))
+        # Only now: a run that guard.json tells of is never begun anew.
+        self._ledger.update(phase="running")
         self._schedule.restart(0)
         self._show()
         self._mailbox.tell("running", 0)
@@ -252,6 +244,7 @@ class TrainingGuard:
     def _boundary(self, step: int, total_steps: int) -> int:
         """What there is to do after step `step`; the step that the run stands at afterwards."""
         self._detector.step(step)
+        saving = self._saver.busy
         published = self._saver.publish_if_done()
         if published is not None:
             self._confirmations.add(published)
@@ -259,7 +252,8 @@ class TrainingGuard:
             # The budget may be whole again.
             self._mailbox.tell("running", step)
             self._show()
-        elif published is not None:
+        elif saving and not self._saver.busy:
+            # Published or failed: a disk that stays full must be seen by those who are away.
             self._show()
         request = self._mailbox.take("recover", step)
         if request is not None:
@@ -317,16 +311,10 @@ class TrainingGuard:
 
     def _show(self) -> None:
         """Hand the scrape thread what there is to see now."""
-        checkpoints = self._store.all()
-        newest = max(
-            (c for c in checkpoints if c.resumable), key=lambda c: c.manifest.number, default=None
-        )
-        self._metrics.snapshot = GuardSnapshot(
-            last_step=newest.step if newest else None,
-            last_success_at=newest.manifest.created_at if newest else None,
+        self._metrics.snapshot = GuardSnapshot.of(
+            self._store.all(),
             save_seconds=self._saver.last_seconds,
             failures=self._saver.failures,
             rollbacks=self._procedure.rollbacks,
             budget_remaining=self._mailbox.rollbacks_left,
-            healths=Counter(c.health.health for c in checkpoints),
         )

@@ -13,17 +13,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast, get_args
 
-from alerting.control import write_atomically
 from alerting.exceptions import CheckpointError
+from alerting.files import write_atomically
 from alerting.recovery.documents import Document
-
-log = logging.getLogger(__name__)
 
 FILE = "health.json"
 
@@ -61,16 +58,15 @@ def verdict(health: Health, reason: str) -> HealthRecord:
 def read_health(folder: Path) -> HealthRecord:
     """The health of the checkpoint in `folder`.
 
-    A file that is missing or mangled gives `suspect`: with the verdict lost, going further back
-    costs some steps, and trusting it may cost the run.
+    Raises:
+        CheckpointError: the file is missing or mangled.
     """
     try:
         document = Document.read(folder / FILE)
-        return HealthRecord(
-            health=cast(Health, document.choice("health", HEALTHS)),
-            reason=document.get("reason", str),
-            at=document.get("at", float),
-        )
-    except (FileNotFoundError, CheckpointError) as error:
-        log.warning("checkpoint %s counts as suspect: %s", folder.name, error)
-        return verdict("suspect", f"its health is unknown: {error}")
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{folder / FILE} is missing") from error
+    return HealthRecord(
+        health=cast(Health, document.choice("health", HEALTHS)),
+        reason=document.get("reason", str),
+        at=document.get("at", float),
+    )

@@ -1,7 +1,8 @@
 """RUN_FOLDER/guard.json: what must survive the process, replaced whole at each change.
 
 It is written before training goes on from a rollback, so a crash at any moment finds either the
-old line or the new one, and an unfinished recovery is finished at the next start.
+old line or the new one, and an unfinished recovery is finished at the next start. It is first
+written once the first checkpoint is published, so where it is there must be a checkpoint.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from alerting.control import write_atomically
 from alerting.exceptions import CheckpointError
+from alerting.files import write_atomically
 from alerting.recovery.documents import Document
 
 FORMAT = "act-guard"

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast, get_args
 
-from alerting.control import write_atomically
 from alerting.exceptions import CheckpointError
+from alerting.files import write_atomically
 from alerting.recovery.documents import Document
 
 FORMAT = "act-checkpoint"

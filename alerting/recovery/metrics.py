@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from alerting.recovery.health import HEALTHS, Health
+from alerting.recovery.lineage import Checkpoint
 
 # One process trains; the label is there so that rules read the same for many ranks.
 RANK = "0"
@@ -16,15 +18,37 @@ RANK = "0"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GuardSnapshot:
-    """What a scrape sees; None leaves the family out, as there is no such event yet."""
+    """What a scrape sees; None leaves the sample out, as there is no such thing yet."""
 
     last_step: int | None = None
     last_success_at: float | None = None
     save_seconds: float | None = None
     failures: int = 0
     rollbacks: int = 0
-    budget_remaining: int = 0
+    budget_remaining: int | None = None
     healths: Mapping[Health, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        checkpoints: Sequence[Checkpoint],
+        *,
+        save_seconds: float | None,
+        failures: int,
+        rollbacks: int,
+        budget_remaining: int,
+    ) -> GuardSnapshot:
+        """What there is to see with these checkpoints (all of them, oldest first) on disk."""
+        newest = next((c for c in reversed(checkpoints) if c.resumable), None)
+        return cls(
+            last_step=newest.step if newest else None,
+            last_success_at=newest.manifest.created_at if newest else None,
+            save_seconds=save_seconds,
+            failures=failures,
+            rollbacks=rollbacks,
+            budget_remaining=budget_remaining,
+            healths=Counter(c.health.health for c in checkpoints),
+        )
 
 
 class GuardMetrics:

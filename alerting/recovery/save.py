@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
 
-from alerting.control import sync_folder
+from alerting.files import sync_folder
 from alerting.recovery.checkpoints import stored_file
 from alerting.recovery.manifest import Manifest
 from alerting.recovery.training_state import RANK_FILE, Snapshot

@@ -12,12 +12,13 @@ import torch
 from alerting.exceptions import CheckpointError
 from alerting.recovery.checkpoints import CheckpointStore
 from alerting.recovery.detector import Detector
+from alerting.recovery.failures import FAILURES, cause
 from alerting.recovery.health import HealthRecord, verdict
 from alerting.recovery.ledger import LedgerFile
 from alerting.recovery.lineage import Checkpoint, before_onset, expendable, line
 from alerting.recovery.manifest import RESUMABLE, Kind, Manifest
 from alerting.recovery.save import Save
-from alerting.recovery.training_state import FAILURES, TrainingState
+from alerting.recovery.training_state import TrainingState
 
 log = logging.getLogger(__name__)
 
@@ -165,15 +166,10 @@ class Saver:
 
     def _failed(self, manifest: Manifest, error: BaseException) -> CheckpointError:
         self.failures += 1
-        log.error(
-            "step %d: checkpoint %s could not be saved: %s: %s",
-            manifest.step,
-            manifest.name,
-            type(error).__name__,
-            error,
-        )
+        sentence = f"checkpoint {manifest.name} could not be saved: {cause(error)}"
+        log.error("step %d: %s", manifest.step, sentence)
         shutil.rmtree(self._store.unpublished(manifest.name), ignore_errors=True)
-        return CheckpointError(f"checkpoint {manifest.name} could not be saved: {error}")
+        return CheckpointError(sentence)
 
     def _clear_away(self) -> None:
         try:

@@ -5,6 +5,7 @@ Model and optimizer go through torch.distributed.checkpoint, everything else int
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -26,16 +26,15 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from alerting.exceptions import CheckpointError, ConfigError
 from alerting.recovery import rng
 from alerting.recovery.detector import Detector
+from alerting.recovery.failures import FAILURES, cause
 from alerting.recovery.position import LoaderPosition
 from alerting.recovery.staging import staged
+
+log = logging.getLogger(__name__)
 
 RANK_FILE = "rank-00000.pt"
 """A file a rank: random states differ between ranks, and torch.distributed.checkpoint keeps one
 value of a key that several ranks save."""
-
-FAILURES = (Exception, CheckpointException)
-"""What saving and loading may raise; CheckpointException is a BaseException, and an interrupt must
-still get through."""
 
 
 class Stateful(Protocol):
@@ -133,8 +132,7 @@ class TrainingState:
             self._load_sharded(folder, rank["optimizer"])
             for name, value in self._others.items():
                 value.load_state_dict(rank["others"][name])
-            if rank["detector"]:
-                self._detector.load_state_dict(rank["detector"])
+            self._restore_detector(rank["detector"])
             self._optimizer.zero_grad(set_to_none=True)
             self.position.load_state_dict(rank["position"])
             # After the new iterator, whose making draws from it.
@@ -143,8 +141,17 @@ class TrainingState:
             raise
         except FAILURES as error:
             raise CheckpointError(
-                f"checkpoint {folder.name} cannot be loaded: {type(error).__name__}: {error}"
+                f"checkpoint {folder.name} cannot be loaded: {cause(error)}"
             ) from error
+
+    def _restore_detector(self, state: dict[str, Any]) -> None:
+        if not state:
+            return
+        try:
+            self._detector.load_state_dict(state)
+        except Exception as error:
+            # What it has learnt is worth some hundred steps, never the checkpoint.
+            log.warning("the exporter's state is not taken over, it learns anew: %s", error)
 
     def _require_objects(self, name: str, saved: Set[str]) -> None:
         for place, missing in (

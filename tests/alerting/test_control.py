@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from alerting.control import Answer, ControlDirectory, Request, new_request_id
+from alerting.control import Action, Answer, ControlDirectory, Request, new_request_id
 from alerting.exceptions import ControlError
 from deploy.demo.servers import REPOSITORY
 from tests.alerting.deliveries import RUN, register, status
@@ -178,6 +178,25 @@ class TestOpenRequest:
         assert len(list((control.path / "requests").glob("*.rejected-*"))) == 1
         assert control.claim(request())
 
+    @pytest.mark.parametrize(
+        ("name", "says"), [("checkpoint", "recover"), ("recover", "checkpoint")]
+    )
+    def test_one_that_asks_for_the_other_kind_is_mangled_and_the_other_kind_untouched(
+        self, tmp_path: Path, name: Action, says: Action
+    ) -> None:
+        control = register(tmp_path)
+        other = request(action=says)
+        control.claim(other)
+        requests = control.path / "requests"
+        (requests / f"{name}.json").write_text((requests / f"{says}.json").read_text())
+
+        with pytest.raises(ControlError, match=rf"{name}\.json: 'action' is '{says}'"):
+            control.open_request(name)
+        assert control.take_up(name) is None
+        assert len(list(requests.glob(f"{name}.rejected-*"))) == 1
+        assert control.take_up(says) == other
+        assert control.claim(request(action=name))
+
     def test_one_that_is_answered_but_not_closed_is_closed(self, tmp_path: Path) -> None:
         control = register(tmp_path)
         asked = request()
@@ -265,13 +284,32 @@ class TestFind:
         assert found is not None
         assert found.path == wanted.path
 
-    def test_takes_the_folder_written_to_last(self, tmp_path: Path) -> None:
-        register(tmp_path, folder="a", updated_at=200.0)
-        register(tmp_path, folder="b", updated_at=300.0)
-        register(tmp_path, folder="c", updated_at=100.0)
+    def test_where_none_is_live_the_folder_written_to_last(self, tmp_path: Path) -> None:
+        register(tmp_path, folder="a", state="finished", updated_at=200.0)
+        register(tmp_path, folder="b", state="halted", updated_at=300.0)
+        register(tmp_path, folder="c", state="finished", updated_at=100.0)
         found = ControlDirectory.find(tmp_path, RUN)
         assert found is not None
         assert found.path == tmp_path / "b" / "control"
+
+    @pytest.mark.parametrize("state", ["running", "recovering"])
+    def test_the_live_folder_comes_before_newer_ones_that_have_ended(
+        self, tmp_path: Path, state: str
+    ) -> None:
+        register(tmp_path, folder="a", state="finished", updated_at=200.0)
+        live = register(tmp_path, folder="b", state=state, updated_at=100.0)
+        register(tmp_path, folder="c", state="halted", updated_at=300.0)
+        found = ControlDirectory.find(tmp_path, RUN)
+        assert found is not None
+        assert found.path == live.path
+
+    def test_two_live_folders_of_one_name_are_refused_by_name(self, tmp_path: Path) -> None:
+        register(tmp_path, folder="seed-1", updated_at=200.0)
+        register(tmp_path, folder="seed-2", state="recovering", updated_at=300.0)
+        register(tmp_path, folder="seed-3", run="other", updated_at=300.0)
+        register(tmp_path, folder="seed-4", state="finished", updated_at=400.0)
+        with pytest.raises(ControlError, match=r"seed-1 and .*seed-2 both .* 'gpt'"):
+            ControlDirectory.find(tmp_path, RUN)
 
     @pytest.mark.parametrize(
         "label", ["../../etc", "..", "/etc", "*", "gpt/../other", "", "gpt\x00", "outside"]

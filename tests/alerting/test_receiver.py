@@ -382,6 +382,24 @@ class TestItsOwnState:
             assert "runs folder" in response.json()["detail"]
             assert requests.get(f"{fresh.address}/healthz", timeout=TIMEOUT).status_code == 200
 
+    def test_ready_says_which_run_cannot_be_asked(self, tmp_path: Path) -> None:
+        runs = tmp_path / "runs"
+        register(runs, folder="mine", run="mine")
+        # Nobody can write into a file; of another user's folder os.access says the same.
+        closed = register(runs, folder="theirs", run="theirs")
+        (closed.path / "requests").rmdir()
+        (closed.path / "requests").touch()
+        with receiving(tmp_path, runs) as fresh:
+            response = requests.get(f"{fresh.address}/readyz", timeout=TIMEOUT)
+            assert response.status_code == 503
+            assert response.json()["detail"] == (
+                "Run 'theirs' cannot be asked: this process may not write requests into "
+                f"{closed.path}."
+            )
+            # What has ended would not be asked, so its folder may be closed.
+            closed.publish(status(run="theirs", state="finished"))
+            assert requests.get(f"{fresh.address}/readyz", timeout=TIMEOUT).status_code == 200
+
     def test_what_cannot_be_recorded_is_answered_503_and_taken_later(self, tmp_path: Path) -> None:
         control = register(tmp_path / "runs")
         with receiving(tmp_path, tmp_path / "runs") as fresh:

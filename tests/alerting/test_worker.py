@@ -193,6 +193,21 @@ class TestDecisions:
         (failed,) = desk.rows("SELECT reason FROM decisions WHERE outcome = 'failed'")
         assert "status.json cannot be read" in failed["reason"]
 
+    def test_two_live_folders_of_one_name_fail_until_one_is_gone(self, desk: Desk) -> None:
+        first = register(desk.runs, folder="seed-1")
+        second = register(desk.runs, folder="seed-2")
+        with desk.working() as store:
+            desk.deliver(store, alert())
+            assert open_ids(first) == open_ids(second) == []
+            first.publish(status(state="finished"))
+            desk.deliver(store, alert())
+        assert open_ids(first) == []
+        assert open_ids(second) == ["recover.json"]
+        assert desk.outcomes() == ["failed", "requested"]
+        (failed,) = desk.rows("SELECT reason FROM decisions WHERE outcome = 'failed'")
+        assert "seed-1" in failed["reason"]
+        assert "seed-2" in failed["reason"]
+
     def test_a_folder_that_cannot_be_written_fails_and_is_judged_again(self, desk: Desk) -> None:
         control = register(desk.runs)
         requests = control.path / "requests"

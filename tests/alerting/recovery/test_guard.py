@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
-import json
+import os
 import shutil
+import subprocess
+import sys
+import threading
 import time
 
 import pytest
 import torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.utils.data import DataLoader
 
 from alerting.control import ControlDirectory
 from alerting.exceptions import CheckpointError, ConfigError, RecoveryHaltedError
 from alerting.recovery import TrainingGuard
-from tests.alerting.recovery.trainer import Numbered, Trainer, read_json, same_as, uninterrupted
+from alerting.recovery.checkpoints import CheckpointStore
+from alerting.recovery.ledger import LedgerFile
+from alerting.recovery.lock import exclusive
+from alerting.recovery.saver import Saver
+from tests.alerting.recovery.trainer import (
+    FakeDetector,
+    Numbered,
+    Trainer,
+    read_json,
+    same_as,
+    uninterrupted,
+)
 
 
 @pytest.fixture(scope="module")
@@ -219,8 +234,6 @@ class TestSaving:
 
     def test_updates_after_the_boundary_are_not_saved(self, tmp_path, monkeypatch):
         """The writing is held up until the weights have changed; the file has the old ones."""
-        import threading
-
         from alerting.recovery import save
 
         go = threading.Event()
@@ -269,9 +282,41 @@ class TestSaving:
         assert trainer.names()[-1] == "step-00000030-g0"
         assert not list((tmp_path / "checkpoints").glob(".saving-*"))
 
-    def test_a_failing_tensor_writer_does_not_either(self, tmp_path, monkeypatch, reference):
-        from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    def test_each_failure_is_counted_at_the_next_boundary(self, tmp_path, monkeypatch):
+        trainer = Trainer(tmp_path)
+        own = {"run": "toy", "rank": "0"}
+        registry, save, counts = trainer.detector.registry, torch.save, {}
 
+        def full(*args, **kwargs):
+            raise OSError(28, "No space left on device")
+
+        for step, batch in trainer.guard.steps(12):
+            counts[step] = registry.get_sample_value("act_checkpoint_failures_total", own)
+            monkeypatch.setattr(torch, "save", full if step < 12 else save)
+            trainer.train_step(step, batch)
+        # Begun at the boundary after step 5, found failed at the one after step 6.
+        assert [counts[step] for step in (1, 6, 7, 12)] == [0, 0, 1, 2]
+
+    def test_a_failure_is_one_sentence_with_its_cause(self, tmp_path, monkeypatch, caplog):
+        def full(*args, **kwargs):
+            try:
+                raise OSError(28, "No space left on device")
+            finally:
+                # So it comes out of torch.save: its archive cannot be ended any more either.
+                raise RuntimeError("[enforce fail at inline_container.cc:672] .\n unexpected pos")
+
+        monkeypatch.setattr(FileSystemWriter, "write_data", full)
+        sentence = (
+            "checkpoint step-00000000-g0 could not be saved: OSError: [Errno 28] No space left on "
+            "device"
+        )
+        with pytest.raises(CheckpointError) as raised:
+            Trainer(tmp_path).run()
+        assert str(raised.value) == sentence
+        own = [r for r in caplog.records if r.name.startswith("alerting.")]
+        assert [r.getMessage() for r in own] == [f"step 0: {sentence}"]
+
+    def test_a_failing_tensor_writer_does_not_either(self, tmp_path, monkeypatch, reference):
         def broken(*args, **kwargs):
             raise OSError(28, "No space left on device")
 
@@ -426,7 +471,7 @@ class TestBadInput:
     def test_the_folder_of_another_run(self, tmp_path):
         Trainer(tmp_path).run(6)
         with pytest.raises(CheckpointError, match="belongs to run 'toy'"):
-            Trainer(tmp_path, settings={"run": "other"}).run()
+            Trainer(tmp_path, settings={"run": "other"}, watched=False).run()
 
     def test_a_lost_ledger_costs_the_count_only(self, tmp_path, reference):
         Trainer(tmp_path).run(12)
@@ -465,6 +510,13 @@ class TestBadInput:
             ({"save_every_steps": 0}, "save_every_steps"),
             ({"max_rollbacks": -1}, "max_rollbacks"),
             ({"state": {"x": 3}}, r"state\['x'\] has no state_dict"),
+            ({"save_every_seconds": float("nan")}, "save_every_seconds is nan"),
+            ({"save_every_seconds": "900"}, "save_every_seconds is '900'"),
+            ({"save_every_steps": "500"}, "save_every_steps is '500'"),
+            ({"save_every_steps": True}, "save_every_steps is True"),
+            ({"keep": 3.0}, r"keep is 3\.0, must be a whole number"),
+            ({"max_rollbacks": None}, "max_rollbacks is None"),
+            ({"run": "other"}, "run is 'other' and the exporter's is 'toy'"),
         ],
     )
     def test_settings_that_make_no_sense(self, tmp_path, settings, words):
@@ -480,9 +532,10 @@ class TestBadInput:
         with pytest.raises(ConfigError, match="gave no batch"):
             Trainer(tmp_path, settings={"loader": Nothing()}).run()
 
-    def test_no_steps(self, tmp_path):
+    @pytest.mark.parametrize("total", [0, "30", True, 1.5])
+    def test_no_number_of_steps(self, tmp_path, total):
         with pytest.raises(ConfigError, match="total_steps"):
-            Trainer(tmp_path).guard.steps(0)
+            Trainer(tmp_path).guard.steps(total)
 
     def test_many_ranks_are_refused(self, tmp_path, monkeypatch):
         monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
@@ -545,6 +598,15 @@ class TestDamage:
         second.run()
         assert second.records[0][0] == 11
 
+    @pytest.mark.parametrize("file", ["manifest.json", "health.json"])
+    def test_what_is_mangled_is_said_once(self, tmp_path, caplog, file):
+        Trainer(tmp_path, settings={"keep": 9}).run(12)
+        path = tmp_path / "checkpoints" / "step-00000012-g0" / file
+        path.write_text("{")
+        caplog.clear()
+        Trainer(tmp_path, settings={"keep": 9}).run()
+        assert len([r for r in caplog.records if str(path) in r.getMessage()]) == 1
+
     def test_unfinished_saves_and_deletions_are_cleared_away(self, tmp_path, reference):
         Trainer(tmp_path).run(12)
         checkpoints = tmp_path / "checkpoints"
@@ -562,13 +624,81 @@ class TestDamage:
             Trainer(tmp_path).run()
         assert first.control.status().state == "halted"
 
-    def test_checkpoints_that_vanished_are_an_error_after_a_rollback(self, tmp_path):
+    def test_a_run_whose_checkpoints_vanished_never_starts_anew(self, tmp_path):
         Trainer(tmp_path).run(6)
-        ledger = read_json(tmp_path / "guard.json")
-        (tmp_path / "guard.json").write_text(json.dumps(ledger | {"generation": 2}))
         shutil.rmtree(tmp_path / "checkpoints")
-        with pytest.raises(CheckpointError, match="generation 2"):
+        before = (tmp_path / "guard.json").read_text()
+        trainer = Trainer(tmp_path)
+        with pytest.raises(CheckpointError, match="no checkpoint, although this run has begun"):
+            trainer.run()
+        assert trainer.records == []
+        assert (tmp_path / "guard.json").read_text() == before
+
+    @pytest.mark.parametrize("file", ["guard.json", "nothing"])
+    def test_nor_does_one_whose_manifests_are_all_mangled(self, tmp_path, file):
+        first = Trainer(tmp_path)
+        first.run(6)
+        for name in first.names():
+            (tmp_path / "checkpoints" / name / "manifest.json").write_text("{")
+        (tmp_path / file).unlink(missing_ok=True)
+        trainer = Trainer(tmp_path)
+        with pytest.raises(CheckpointError, match="none of them has a manifest that can be read"):
+            trainer.run()
+        assert trainer.records == []
+        assert trainer.names() == first.names()
+
+    def test_what_a_former_process_left_half_done_is_kept_then(self, tmp_path):
+        Trainer(tmp_path).run(6)
+        checkpoints = tmp_path / "checkpoints"
+        (checkpoints / "step-00000006-g0").rename(checkpoints / ".saving-step-00000006-g0")
+        for name in ("step-00000000-g0", "step-00000005-g0"):
+            shutil.rmtree(checkpoints / name)
+        with pytest.raises(CheckpointError, match="although this run has begun"):
             Trainer(tmp_path).run()
+        assert (checkpoints / ".saving-step-00000006-g0" / "manifest.json").exists()
+
+    @pytest.mark.parametrize(
+        ("owner", "method"),
+        [(Saver, "save_now"), (CheckpointStore, "publish"), (LedgerFile, "update")],
+        ids=lambda v: getattr(v, "__name__", v),
+    )
+    @pytest.mark.parametrize("when", ["before", "after"])
+    def test_a_crash_in_the_first_start_prevents_no_second_one(
+        self, tmp_path, monkeypatch, reference, owner, method, when
+    ):
+        original = getattr(owner, method)
+
+        def dying(self, *args, **kwargs):
+            if when == "after":
+                original(self, *args, **kwargs)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, method, dying)
+            patch.setattr(Saver, "close", lambda self: None)  # the dead clean up nothing
+            with pytest.raises(KeyboardInterrupt):
+                Trainer(tmp_path).run()
+        assert Trainer(tmp_path).run() == reference
+
+    def test_nor_does_a_first_checkpoint_that_cannot_be_written(self, tmp_path, monkeypatch):
+        def full(*args, **kwargs):
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "save", full)
+            with pytest.raises(CheckpointError, match="No space left on device"):
+                Trainer(tmp_path).run()
+        assert len(Trainer(tmp_path).run()) == 30
+
+    def test_a_detector_that_cannot_take_its_state_learns_anew(self, tmp_path, caplog, reference):
+        class Changed(FakeDetector):
+            def load_state_dict(self, state):
+                raise ValueError("taps.0: unknown")
+
+        Trainer(tmp_path).run(12)
+        trainer = Trainer(tmp_path, settings={"exporter": Changed()})
+        assert trainer.run() == reference[12:]
+        assert "the exporter's state is not taken over, it learns anew: taps.0" in caplog.text
 
 
 class TestMetrics:
@@ -596,15 +726,32 @@ class TestMetrics:
         again.guard._detector.registry = registry  # the former guard has left it
         again.run(21)
 
+    def test_the_budget_is_unknown_until_the_run_has_begun(self, tmp_path, monkeypatch):
+        """A first checkpoint of 100 GB takes minutes, and 0 would look like a spent budget."""
+        trainer = Trainer(tmp_path)
+        own = {"run": "toy", "rank": "0"}
+        seen = []
+
+        def capture(step):
+            value = trainer.detector.registry.get_sample_value("act_rollback_budget_remaining", own)
+            seen.append(value)
+            return original(step)
+
+        original = trainer.guard._saver._state.capture
+        monkeypatch.setattr(trainer.guard._saver._state, "capture", capture)
+        trainer.run(6)
+        assert seen == [None, 2, 2]
+
 
 class TestLock:
     def test_two_trainers_never_share_a_folder(self, tmp_path):
-        import subprocess
-        import sys
-
         trainer = Trainer(tmp_path)
         iterator = iter(trainer.guard.steps(5))
         next(iterator)
+        for spelling in (tmp_path, tmp_path / "checkpoints" / ".."):
+            with pytest.raises(CheckpointError, match="another guard is training in"):
+                Trainer(spelling).run(5)
+        # Those two have not let go of what the first one holds.
         script = (
             "import sys; from tests.alerting.recovery.trainer import Trainer\n"
             "from pathlib import Path; Trainer(Path(sys.argv[1])).run(5)"
@@ -616,8 +763,49 @@ class TestLock:
             timeout=60,
         )
         assert second.returncode == 1
-        assert "another training process uses" in second.stderr
+        assert "another guard is training in" in second.stderr
         iterator.close()
+        assert len(Trainer(tmp_path).run(5)) == 5
+
+    def test_of_many_threads_one_gets_it(self, tmp_path):
+        start, end, held = threading.Barrier(20), threading.Barrier(20), []
+
+        def hold():
+            start.wait()
+            try:
+                with exclusive(tmp_path / "lock"):
+                    held.append(1)
+                    end.wait()
+            except CheckpointError:
+                end.wait()
+
+        threads = [threading.Thread(target=hold) for _ in range(20)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert held == [1]
+
+    def test_a_forked_child_holds_nothing_and_may_take_it_later(self, tmp_path):
+        def can_lock():
+            try:
+                with exclusive(tmp_path / "lock"):
+                    return True
+            except CheckpointError:
+                return False
+
+        tried, try_ = os.pipe()
+        released, release = os.pipe()
+        with exclusive(tmp_path / "lock"):
+            child = os.fork()
+            if child == 0:
+                early = can_lock()
+                os.write(try_, b".")
+                os.read(released, 1)
+                os._exit(10 * early + can_lock())
+            os.read(tried, 1)
+        os.write(release, b".")
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
 
 
 def fail_at(trainer, last, at_first=lambda: None):

@@ -1,0 +1,106 @@
+"""The one line in a trainer: arguments and `ACT_*` variables in, a running exporter out.
+
+The only place of this package that reads the environment.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+from torch import nn
+
+from act_exporter.exceptions import SettingError
+from act_exporter.exporter import Exporter
+from act_exporter.history import Thresholds
+from act_exporter.layers import Watch
+
+DEFAULT_PORT = 9460
+
+
+def start_exporter(
+    model: nn.Module,
+    port: int | None = None,
+    *,
+    host: str | None = None,
+    run: str | None = None,
+    rank: int | None = None,
+    watch: Watch = "sublayers",
+    sample_every: int = 1,
+    thresholds: Thresholds | None = None,
+) -> Exporter:
+    """Watch `model` and serve its statistics on `http://host:port/metrics`.
+
+    No other line is needed in the trainer: steps are counted by the optimizers' own `step`.
+    Training is never stopped by the exporter. A port in use is logged and training goes on
+    without a page.
+
+    Args:
+        model: the model, before or after DDP, FSDP or `torch.compile`, but before its first
+            compiled call: later hooks do not run in a compiled graph.
+        port: port of local rank 0, other ranks add theirs; default `ACT_PORT`, else 9460. 0 takes
+            any free port, see `Exporter.port`.
+        host: address to listen on; default `ACT_HOST`, else this machine only (127.0.0.1).
+        run: the run's name, which must survive restarts; default `ACT_RUN`, else Slurm's job name,
+            else the script's name.
+        rank: default `RANK`, as torchrun sets it, else 0.
+        watch: "sublayers", "blocks", "all", globs, or `(name, module) -> bool`; see
+            `act_exporter.layers.find_taps`.
+        sample_every: look at every n-th step only.
+        thresholds: when a step breaks a rule; the shipped alert rules fit the defaults.
+
+    Returns:
+        The running exporter; `close()` it, or use it in a `with` statement.
+
+    Raises:
+        NothingToWatchError: the model has no module that `watch` selects.
+        SettingError: an argument or variable cannot serve.
+    """
+    if not isinstance(model, nn.Module):
+        raise SettingError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    if "ACT_LOG_LEVEL" in os.environ:
+        _set_log_level(os.environ["ACT_LOG_LEVEL"])
+    if port is None:
+        port = _variable("ACT_PORT", DEFAULT_PORT)
+    if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port <= 65_535:
+        raise SettingError(f"port={port!r} is no whole number between 0 and 65535")
+    local_rank = _variable("LOCAL_RANK", 0)
+    exporter = Exporter(
+        model,
+        run=run if run is not None else _default_run(),
+        rank=rank if rank is not None else _variable("RANK", 0),
+        watch=watch,
+        sample_every=sample_every,
+        thresholds=thresholds or Thresholds(),
+    )
+    host = host or os.environ.get("ACT_HOST") or "127.0.0.1"
+    exporter.serve(host, port + local_rank if port else 0)
+    return exporter
+
+
+def _default_run() -> str:
+    script = Path(sys.argv[0]).stem if sys.argv and sys.argv[0] else ""
+    return (
+        os.environ.get("ACT_RUN")
+        or os.environ.get("SLURM_JOB_NAME")
+        or (script if script not in ("", "-c", "-m") else "interactive")
+    )
+
+
+def _variable(name: str, default: int) -> int:
+    value = os.environ.get(name, "")
+    if not value:
+        return default
+    try:
+        return int(value)
+    except ValueError:
+        raise SettingError(f"{name}={value!r} is no whole number") from None
+
+
+def _set_log_level(level: str) -> None:
+    try:
+        logging.getLogger("act_exporter").setLevel(level.upper())
+    except ValueError:
+        raise SettingError(f"ACT_LOG_LEVEL={level!r} is no log level, such as INFO") from None
