@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup servers demo test lint fmt clean
+.PHONY: help setup servers demo test bench lint fmt clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,6 +29,9 @@ demo: setup ## fault, alert, rollback, on real servers (about a minute); ARGS=--
 
 test: setup ## all tests, those with real servers included; ARGS='-k words' chooses
 	$(BIN)/python -m pytest $(ARGS)
+
+bench: $(INSTALLED) ## what looking costs, side by side; writes build/bench (ten minutes)
+	$(BIN)/python -m tests.benchmarks.probe $(ARGS)
 
 lint: $(INSTALLED) ## ruff and mypy, strict
 	$(BIN)/ruff check .

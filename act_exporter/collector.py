@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from act_exporter.history import NONFINITE_KINDS, RULES, Layers
+from act_exporter.history import NONFINITE_KINDS, RULES, Layers, Thresholds
 from act_exporter.layers import Tap
 from act_exporter.statistics import Array
 
@@ -170,7 +170,8 @@ class Training:
         finished_at: when the last step ended, Unix seconds; before the first, when the exporter
             started, so that a run which hangs there is seen as well.
         generation: 0, and one more with each rollback.
-        values: what is known of "loss", "grad_norm" and "learning_rate".
+        values: what is known of "loss", "grad_norm", "learning_rate" and "loss_scale".
+        gradients: watched layer to the norm of its gradient.
         probe_seconds: spent on statistics, on the host.
     """
 
@@ -179,13 +180,18 @@ class Training:
     finished_at: float = 0.0
     generation: int = 0
     values: dict[str, float] = field(default_factory=dict)
+    gradients: dict[str, float] = field(default_factory=dict)
     probe_seconds: float = 0.0
 
 
+Fact = tuple[str, str, str, dict[str, float]]
+"""A family of constants: name, help, label, {label's value: number}."""
+
 _VALUE_HELP = {
     "loss": "Loss as last recorded.",
-    "grad_norm": "Gradient norm as last recorded.",
+    "grad_norm": "Norm of the gradient before clipping, at the last sampled step or as recorded.",
     "learning_rate": "Largest learning rate of the optimizer's groups at the last step.",
+    "loss_scale": "Factor on the loss, taken out of the gradient norms again.",
 }
 
 
@@ -196,7 +202,7 @@ class TrainingCollector(Collector):
         labels: labels of every sample.
         training: gives the newest `Training`.
         errors: stage to number of errors.
-        facts: constants: (family name, help, label, {label's value: number}).
+        facts: what does not change.
     """
 
     def __init__(
@@ -204,7 +210,7 @@ class TrainingCollector(Collector):
         labels: dict[str, str],
         training: Callable[[], Training],
         errors: dict[str, int],
-        facts: Sequence[tuple[str, str, str, dict[str, float]]],
+        facts: Sequence[Fact],
     ) -> None:
         self._labels = labels
         self._training = training
@@ -223,6 +229,13 @@ class TrainingCollector(Collector):
         )
         for name, text in _VALUE_HELP.items():
             yield self._gauge(f"act_{name}", text, now.values.get(name))
+        # Not with the layer families: one series a layer, and NaN is a value here, not an absence.
+        yield self._gauges(
+            "act_layer_grad_norm",
+            "Norm of the gradient of the layer's parameters, at the last sampled step.",
+            "layer",
+            now.gradients,
+        )
         run = {str(now.generation): 1.0}
         yield self._gauges("act_run_info", "The run's generation.", "generation", run)
         for fact in self._facts:
@@ -256,6 +269,18 @@ class TrainingCollector(Collector):
         for value, number in values.items():
             family.add_metric([*self._labels.values(), *([value] if label else [])], number)
         return family
+
+
+def constants(thresholds: Thresholds, series: int) -> list[Fact]:
+    """What does not change in a run."""
+    from act_exporter import __version__
+
+    rules = {"hard": thresholds.hard, "sigma": thresholds.sigma, "exceed": thresholds.exceed}
+    return [
+        ("act_rule_threshold", "The thresholds that the trainer judges by.", "rule", rules),
+        ("act_build_info", "Version of the exporter.", "version", {__version__: 1.0}),
+        ("act_series", "Layer series on this page, at most.", "family", {"layer": float(series)}),
+    ]
 
 
 def render_page(

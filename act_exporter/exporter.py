@@ -7,15 +7,15 @@ import dataclasses
 import logging
 import time
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Any, Self
 
 import torch
 from prometheus_client import CollectorRegistry
 from torch import nn
 
-from act_exporter.collector import LayerPage, Training, TrainingCollector, render_page
+from act_exporter.collector import LayerPage, Training, TrainingCollector, constants, render_page
 from act_exporter.exceptions import SettingError, StateError
+from act_exporter.gradients import Gradients, Scaler, Which
 from act_exporter.history import History, Layers, Thresholds
 from act_exporter.layers import Watch, find_taps
 from act_exporter.probe import Probe
@@ -24,7 +24,7 @@ from act_exporter.steps import Steps
 
 log = logging.getLogger(__name__)
 
-_STAGES = ("hook", "step", "record", "server", "scrape", "silent")
+_STAGES = ("hook", "step", "record", "gradient", "server", "scrape", "silent")
 
 # Hooks that never run look like health. One step may be a phase without the model; five are not.
 _SILENT_STEPS = 5
@@ -48,6 +48,8 @@ class Exporter:
         watch: Watch,
         sample_every: int,
         thresholds: Thresholds,
+        gradients: Which = True,
+        scaler: Scaler | None = None,
     ) -> None:
         if not run or not run.isprintable():
             raise SettingError(f"run={run!r} must be a name that can be printed")
@@ -68,6 +70,10 @@ class Exporter:
         self._training = Training(finished_at=time.time())
         self._layers: Layers | None = None
         self._server: MetricsServer | None = None
+        self._told_norm = False  # whether the trainer records the gradient norm itself
+        self._gradients = Gradients(
+            model, taps, which=gradients, scaler=scaler, on_error=self._count_error
+        )
         self._history = History(taps, thresholds, time.monotonic)
         self._probe = Probe(
             model,
@@ -79,7 +85,10 @@ class Exporter:
         self._steps = Steps(model, self._finish_step, self._count_error)
         self.registry.register(
             TrainingCollector(
-                labels, lambda: self._training, self._errors, _facts(thresholds, self._page.series)
+                labels,
+                lambda: self._training,
+                self._errors,
+                constants(thresholds, self._page.series + self._gradients.series),
             )
         )
         log.info("watching %d tensors of run %s", len(taps), run)
@@ -99,22 +108,21 @@ class Exporter:
         *,
         loss: torch.Tensor | float | None = None,
         grad_norm: torch.Tensor | float | None = None,
+        loss_scale: torch.Tensor | float | None = None,
     ) -> None:
         """Expose the step's loss and gradient norm; call it before the optimizer's step.
 
         Args:
             loss: a number or a tensor of one element, on any device; never waited for.
-            grad_norm: likewise, before clipping.
+            grad_norm: likewise, before clipping. From the first one on only those count, in place
+                of the exporter's own.
+            loss_scale: likewise; what the gradients are too large by. Not needed with `scaler=`.
         """
         try:
-            values = {"loss": loss, "grad_norm": grad_norm}
-            self._probe.record(
-                {
-                    name: torch.as_tensor(value)
-                    for name, value in values.items()
-                    if value is not None
-                }
-            )
+            told = {"loss": loss, "grad_norm": grad_norm, "loss_scale": loss_scale}
+            values = {name: value for name, value in told.items() if value is not None}
+            self._probe.record({name: torch.as_tensor(value) for name, value in values.items()})
+            self._told_norm |= "grad_norm" in values
         except Exception as error:
             self._count_error("record", error)
 
@@ -124,12 +132,15 @@ class Exporter:
         From the first call on only this counts. Called before anything was trained it says where
         the run stands. `TrainingGuard` calls it by itself.
         """
-        self._steps.set(step)
-        if self._standing and not self._probe.forwards:
-            self._training = dataclasses.replace(self._training, step=step)
-            self._sampled = step
-        else:
-            self._finish_step(step)
+        try:
+            self._steps.set(step)
+            if self._standing and not self._probe.forwards:
+                self._training = dataclasses.replace(self._training, step=step)
+                self._sampled = step
+            else:
+                self._finish_step(step)
+        except Exception as error:
+            self._count_error("step", error)
 
     def onset(self) -> int | None:
         """The first step of the present anomaly that broke the hard rule or was not finite.
@@ -146,10 +157,11 @@ class Exporter:
         Onset, peaks and counts in a row are forgotten; baseline, window and counters stay.
         """
         self._probe.forget()
+        self._gradients.forget()
         self._history.reset()
         self._layers = None
         self._standing = True
-        self._training = dataclasses.replace(self._training, generation=generation)
+        self._training = dataclasses.replace(self._training, generation=generation, gradients={})
 
     def rebaseline(self) -> None:
         """Learn baseline and window anew (another data mix, a new learning rate)."""
@@ -164,6 +176,7 @@ class Exporter:
             yield
         finally:
             self._probe.paused = self._steps.paused = before
+            self._gradients.drop()
 
     def state_dict(self) -> dict[str, Any]:
         """Step, baseline and window: tensors, numbers and strings only."""
@@ -190,6 +203,7 @@ class Exporter:
         """Remove the hooks and stop serving; a second call does nothing."""
         self._steps.close()
         self._probe.close()
+        self._gradients.close()
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -197,12 +211,7 @@ class Exporter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        _type: type[BaseException] | None,
-        _error: BaseException | None,
-        _traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _finish_step(self, step: int) -> None:
@@ -219,18 +228,20 @@ class Exporter:
             # Where only some steps are told of, those between have ended too.
             steps=before.steps + max(step - before.step, 0),
             finished_at=time.time(),
-            probe_seconds=self._probe.seconds,
+            probe_seconds=self._probe.seconds + self._gradients.seconds,
         )
         try:
             if self._probe.sampling:
                 self._sampled = step
                 self._probe.take(step)
+                self._gradients.take(step)
         except Exception as error:
             self._count_error("step", error)
         self._take_in()
         self._probe.end_step()
         following = step + max(step - before.step, 1)
-        self._probe.sampling = following - self._sampled >= self._sample_every
+        sampling = following - self._sampled >= self._sample_every
+        self._probe.sampling = self._gradients.sampling = sampling
         self._probe.seconds += time.perf_counter() - started
 
     def _sample_without_step(self) -> None:
@@ -238,7 +249,8 @@ class Exporter:
         if self._probe.sampling:
             self._probe.take(self._training.step + 1)
             self._take_in()
-        self._probe.sampling = True
+        # The gradients are left alone: what a scaler skips is infinite by design.
+        self._probe.sampling = self._gradients.sampling = True
 
     def _take_in(self) -> None:
         """Judge the samples that have arrived from the devices."""
@@ -250,6 +262,13 @@ class Exporter:
                 values = {**self._training.values, **sample.values, **known}
                 self._training = dataclasses.replace(self._training, values=values)
                 self._notice_silence(sample.calls == 0)
+            # After the samples, which bring the loss scale.
+            for norms in self._gradients.arrived(self._training.values.get("loss_scale")):
+                self._training = dataclasses.replace(
+                    self._training,
+                    values=self._training.values | norms.values(told=self._told_norm),
+                    gradients=norms.layers,
+                )
         except Exception as error:
             self._count_error("step", error)
 
@@ -274,18 +293,11 @@ class Exporter:
 
     def _count_error(self, stage: str, error: Exception, what: str = "training goes on") -> None:
         self._errors[stage] += 1
+        with contextlib.suppress(Exception):  # a log's handler may fail, an error have no text
+            self._log(stage, error, what)
+
+    def _log(self, stage: str, error: Exception, what: str) -> None:
         cause = (stage, type(error), str(error))
         if cause not in self._logged and len(self._logged) < 100:
             self._logged.add(cause)
             log.error("%s (%s): %s: %s", what, stage, type(error).__name__, error)
-
-
-def _facts(thresholds: Thresholds, series: int) -> list[tuple[str, str, str, dict[str, float]]]:
-    from act_exporter import __version__
-
-    rules = {"hard": thresholds.hard, "sigma": thresholds.sigma, "exceed": thresholds.exceed}
-    return [
-        ("act_rule_threshold", "The thresholds that the trainer judges by.", "rule", rules),
-        ("act_build_info", "Version of the exporter.", "version", {__version__: 1.0}),
-        ("act_series", "Layer series on this page, at most.", "family", {"layer": float(series)}),
-    ]

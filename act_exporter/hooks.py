@@ -6,6 +6,10 @@ decided inside it, so that none of it is traced and no flag makes a graph recomp
 flag, a counter or a row number in the hook each end in recompilation limits.) A hook therefore
 holds nothing but tensors: its row, a key that says whose row it is, and the probe's flag. A
 compiler may hand the operator copies of what it writes to, so nothing is known by its address.
+
+Not seen, on purpose and without an error: forwards under vmap, func.grad and their like, forwards
+outside training (evaluation, no_grad, inference mode), recomputation inside backward, programs that
+are exported or traced, and copies of a watched model.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import contextlib
 import functools
 import itertools
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import is_dataclass
 from typing import Any, Protocol
 
@@ -56,17 +60,45 @@ def remove_observer(number: int) -> None:
 
 @functools.cache
 def _define_operators() -> Any:
-    """The two operators, once a process; raw, since a decorated one costs ten times as much."""
+    """The operators, once a process; raw, since a decorated one costs ten times as much."""
     make: Any = torch.library.Library  # has no types
     library = make("act_exporter", "DEF")
     for schema, run in (
         ("begin(Tensor(a!) flag, Tensor key, bool training) -> ()", _begin),
         ("observe(Tensor x, Tensor(a!) row, Tensor key, Tensor training) -> ()", _observe),
+        # Writes to the flag in name only: an operator without an effect is optimised away.
+        ("failed(Tensor(a!) flag, Tensor key, str what) -> ()", _failed_in_trace),
     ):
         name = library.define(schema)
         library.impl(name, run, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"act_exporter::{name}", lambda *_: None, lib=library)
+        # Under vmap, func.grad and their like a tensor stands for many, or for a value and its
+        # derivative: it is skipped, eager and compiled alike, before a transform can refuse it.
+        library.impl(name, _skip, "FuncTorchDynamicLayerFrontMode")
+        torch.library.register_fake(f"act_exporter::{name}", _skip, lib=library)
+    _keep_out_of_dynamo(_Hook.__call__)
     return library
+
+
+def _skip(*_: Any) -> None:
+    """What an operator does where nothing is to be seen."""
+
+
+def _keep_out_of_dynamo(function: Any) -> None:
+    """Have `function` run as it is where torch.compile would make a graph of it alone.
+
+    A module that is compiled by itself has its own hooks called beside its graph, not in it. Each
+    would be compiled, and again for every shape. Inside a graph it is traced as before, which
+    `torch.compiler.disable` would not let it be.
+    """
+    with contextlib.suppress(ImportError, AttributeError):  # private: may go away
+        from torch._C._dynamo.eval_frame import (
+            _FrameAction,
+            _FrameExecStrategy,
+            set_code_exec_strategy,
+        )
+
+        strategy = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+        set_code_exec_strategy(function.__code__, strategy)
 
 
 def _in_backward() -> bool:
@@ -76,29 +108,37 @@ def _in_backward() -> bool:
 
 
 def _begin(flag: torch.Tensor, key: torch.Tensor, training: bool) -> None:
-    # Inside reentrant checkpointing gradients are off, in an evaluation too: only the root knows.
-    if _in_backward():
-        return
-    flag.fill_(training)
-    with _contained(key) as observer:
+    try:
+        # Inside reentrant checkpointing gradients are off, in an evaluation too: only the root
+        # knows.
+        if _in_backward():
+            return
+        flag.fill_(training)
+        observer = _OBSERVERS.get(int(key[0]))
         if training and observer is not None:
             observer.begin()
+    except Exception as error:
+        _tell(key, error)
 
 
 def _observe(x: torch.Tensor, row: torch.Tensor, key: torch.Tensor, training: torch.Tensor) -> None:
-    if training.numpy() and not _in_backward():
-        with _contained(key) as observer:
+    try:
+        if training.numpy() and not _in_backward():
+            observer = _OBSERVERS.get(int(key[0]))
             if observer is not None:
                 observer.observe(x, row, int(key[1]))
-
-
-@contextlib.contextmanager
-def _contained(key: torch.Tensor) -> Iterator[Observer | None]:
-    """The key's observer; what goes wrong inside is told to it and goes no further."""
-    observer = _OBSERVERS.get(int(key[0]))
-    try:
-        yield observer
     except Exception as error:
+        _tell(key, error)
+
+
+def _failed_in_trace(flag: torch.Tensor, key: torch.Tensor, what: str) -> None:
+    _tell(key, RuntimeError(f"while the model was compiled: {what}"))
+
+
+def _tell(key: torch.Tensor, error: Exception) -> None:
+    """Tell the key's observer what went wrong; that this may go wrong too changes nothing."""
+    with contextlib.suppress(Exception):
+        observer = _OBSERVERS.get(int(key[0]))
         if observer is not None:
             observer.failed(error)
 
@@ -113,8 +153,9 @@ def _first_tensor(value: Any) -> torch.Tensor | None:
         parts = value
     elif isinstance(value, Mapping):
         parts = value.values()
-    elif is_dataclass(value):
-        parts = vars(value).values()
+    elif is_dataclass(value) and not isinstance(value, type):
+        # By its fields: one with slots has no __dict__, and one may have a field left unset.
+        parts = [getattr(value, name, None) for name in value.__dataclass_fields__]
     for part in parts:
         tensor = _first_tensor(part)
         if tensor is not None:
@@ -133,16 +174,21 @@ class _Hook:
         return _Unwatched, ()
 
     # Nothing is returned: what a hook returns replaces the module's input or output.
-    def run(self, module: nn.Module, *values: Any) -> None:
-        if torch.compiler.is_exporting():
-            return  # an exported program must load where this package is not
-        if torch.compiler.is_compiling():
-            self.call(module, *values)
+    def __call__(self, module: nn.Module, *values: Any) -> None:
+        # A program that is exported or traced must load where this package is not.
+        if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
             return
-        with _contained(self.key):
-            self.call(module, *values)
+        try:
+            self.run(module, *values)
+        except Exception as error:
+            if torch.compiler.is_compiling():
+                # The message of an error in a trace is not always a constant there.
+                name = type(error).__name__
+                torch.ops.act_exporter.failed(self.training, self.key, name)
+            else:
+                _tell(self.key, error)
 
-    def call(self, module: nn.Module, *values: Any) -> None:
+    def run(self, module: nn.Module, *values: Any) -> None:
         raise NotImplementedError
 
 
@@ -158,8 +204,8 @@ class _TapHook(_Hook):
         super().__init__(key, training)
         self.row = row
 
-    def call(self, module: nn.Module, *values: Any) -> None:
-        x = _first_tensor(values)
+    def observe(self, value: Any) -> None:
+        x = _first_tensor(value)
         if x is not None:
             torch.ops.act_exporter.observe(x.detach(), self.row, self.key, self.training)
 
@@ -167,24 +213,21 @@ class _TapHook(_Hook):
 class OutputHook(_TapHook):
     """A forward hook on a module whose output is watched."""
 
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.run(module, output)
+    def run(self, module: nn.Module, *values: Any) -> None:
+        self.observe(values[-1])
 
 
 class InputHook(_TapHook):
     """A forward pre-hook, with keywords, on a module whose input is watched."""
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self.run(module, args, kwargs)
+    def run(self, module: nn.Module, *values: Any) -> None:
+        self.observe(values)
 
 
 class BeginHook(_Hook):
     """A forward pre-hook on the root: decides whether this is a forward of training."""
 
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        self.run(module)
-
-    def call(self, module: nn.Module, *values: Any) -> None:
+    def run(self, module: nn.Module, *values: Any) -> None:
         training = module.training and torch.is_grad_enabled()
         torch.ops.act_exporter.begin(self.training, self.key, training)
 
@@ -192,9 +235,6 @@ class BeginHook(_Hook):
 class EndHook(_Hook):
     """A forward hook on the root, called whatever happens in it: no forward is under way."""
 
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.run(module)
-
-    def call(self, module: nn.Module, *values: Any) -> None:
+    def run(self, module: nn.Module, *values: Any) -> None:
         # A part that is called by itself, to sample or to evaluate, is no training forward.
         torch.ops.act_exporter.begin(self.training, self.key, False)

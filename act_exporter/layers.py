@@ -9,6 +9,7 @@ reached 195,000.
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,7 +29,7 @@ LOGITS_LIMIT = 16_000_000
 120 taps of the model's width."""
 
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-_ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
+_ATTENTION = re.compile(r"attn|attention|mixer", re.IGNORECASE)  # or what stands in its place
 _NORM = re.compile(r"norm|^ln", re.IGNORECASE)
 
 
@@ -70,10 +71,14 @@ def find_taps(model: nn.Module, watch: Watch = "sublayers") -> list[Tap]:
     if watch == "sublayers":
         taps = list(_sublayers(modules))
     elif watch == "blocks":
-        taps = [_tap(name, "output", modules, name) for name in _blocks(modules)]
+        taps = [tap for block in _blocks(modules) for tap in _output(block, modules)]
     else:
         selects = _selector(watch)
-        taps = [_tap(name, "output", modules) for name in modules if selects(name, modules[name])]
+        taps = [
+            _tap(name, "output", modules)
+            for name, module in modules.items()
+            if _is_called(module) and selects(name, module)
+        ]
     unique = list({(tap.layer, tap.tensor): tap for tap in taps}.values())
     if not unique:
         raise NothingToWatchError(
@@ -84,11 +89,9 @@ def find_taps(model: nn.Module, watch: Watch = "sublayers") -> list[Tap]:
 
 
 def _selector(watch: Watch) -> Callable[[str, nn.Module], bool]:
-    if watch == "all":
-        return lambda _name, module: not isinstance(module, nn.ModuleList | nn.ModuleDict)
     if callable(watch):
         return watch
-    globs = [watch] if isinstance(watch, str) else list(watch)
+    globs = ["*" if watch == "all" else watch] if isinstance(watch, str) else list(watch)
     if not globs or not all(isinstance(glob, str) for glob in globs):
         raise SettingError(
             f"watch={watch!r}: expected 'sublayers', 'blocks', 'all', globs or a function"
@@ -101,10 +104,8 @@ def _named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     root = _unwrapped(model)
     if isinstance(root, torch.jit.ScriptModule):
         return  # takes no hooks
-    if not list(root.children()):
-        if list(root.parameters(recurse=False)):
-            yield "model", root
-        return
+    if _is_leaf(root) and list(root.parameters(recurse=False)):
+        yield "model", root
     for name, module in root.named_modules():
         clean = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
         scripted = isinstance(module, torch.jit.ScriptModule)
@@ -115,13 +116,9 @@ def _named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _unwrapped(module: nn.Module) -> nn.Module:
     """The module that a user wrote, without what was put around it."""
     while True:
-        inner: nn.Module | None
-        if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
-            inner = module.module
-        else:
-            inner = next(
-                (getattr(module, part) for part in _WRAPPERS if hasattr(module, part)), None
-            )
+        parallel = isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel)
+        parts = {"module"} if parallel else _WRAPPERS
+        inner = next((getattr(module, part) for part in parts if hasattr(module, part)), None)
         if inner is None:
             return module
         module = inner
@@ -142,14 +139,38 @@ def _is_leaf(module: nn.Module) -> bool:
     return next(module.children(), None) is None
 
 
+def _is_called(module: nn.Module) -> bool:
+    """Whether a forward can run it: a hook on a list of modules would stay silent for ever."""
+    if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        return False  # nn.MultiheadAttention's out_proj: its weight is handed to a function
+    return getattr(module.forward, "__func__", None) is not nn.Module.forward
+
+
 def _is_projection(module: nn.Module) -> bool:
-    """A leaf that multiplies by a matrix (or a convolution); an embedding only looks up."""
-    weight = getattr(module, "weight", None)
+    """Whether it multiplies by a matrix or convolves; an embedding only looks up."""
+    if isinstance(module, nn.MultiheadAttention) or _is_fused_mixture(module):
+        return True
     return (
         _is_leaf(module)
+        and _is_called(module)
         and not isinstance(module, nn.Embedding | nn.EmbeddingBag)
-        and getattr(weight, "ndim", 0) >= 2
+        and _ndim(getattr(module, "weight", None)) >= 2
     )
+
+
+def _is_fused_mixture(module: nn.Module) -> bool:
+    """Whether it holds all experts of a mixture in one tensor, (experts, in, out)."""
+    # A position table is (1, n, d), a depthwise filter (d, 1, n).
+    return not isinstance(module, nn.modules.conv._ConvNd | nn.Bilinear) and any(
+        _ndim(own) == 3 and min(own.shape) > 1 for own in module.parameters(recurse=False)
+    )
+
+
+def _ndim(weight: object) -> int:
+    """A lazy layer has no shape yet, but is there to be multiplied with."""
+    if isinstance(weight, nn.UninitializedParameter):
+        return 2
+    return weight.ndim if isinstance(weight, torch.Tensor) else 0
 
 
 def _blocks(modules: dict[str, nn.Module]) -> list[str]:
@@ -162,10 +183,33 @@ def _blocks(modules: dict[str, nn.Module]) -> list[str]:
     for name in modules:
         children.setdefault(name.rpartition(".")[0], []).append(name)
     for parent, inside in children.items():
-        nested = any(parent == block or parent.startswith(f"{block}.") for block in names)
+        nested = any(f"{parent}.".startswith(f"{block}.") for block in names)
         if not nested and _repeats(modules[name] for name in inside):
-            names += [name for name in inside if not _is_leaf(modules[name])]
+            composite = [name for name in inside if not _is_leaf(modules[name])]
+            names += [name for name in composite if not _is_tower(modules[name])]
     return names
+
+
+def _is_tower(module: nn.Module) -> bool:
+    """Whether it is a stack of blocks and hardly more: a stage, or one of two alike towers."""
+    module = _unwrapped(module)
+    for stack in (module, *map(_unwrapped, module.children())):
+        if isinstance(stack, nn.ModuleList | nn.Sequential) and _repeats(stack.children()):
+            blocks = [_projections(block) for block in stack.children()]
+            # A convolution with its norm is no block; a stage may end in a projection of its own.
+            return min(blocks) >= 2 and _projections(module) - sum(blocks) <= 1
+    return False
+
+
+def _projections(module: nn.Module) -> int:
+    return sum(map(_is_projection, module.modules()))
+
+
+def _output(block: str, modules: dict[str, nn.Module]) -> list[Tap]:
+    """A block's output; of one that is a mere list of parts, its last part's."""
+    parts = [name for name in modules if name.rpartition(".")[0] == block]
+    called = [name for name in [*parts, block] if _is_called(modules[name])]
+    return [_tap(name, "output", modules, block) for name in called[-1:]]
 
 
 def _sublayers(modules: dict[str, nn.Module]) -> Iterator[Tap]:
@@ -184,11 +228,14 @@ def _sublayers(modules: dict[str, nn.Module]) -> Iterator[Tap]:
     embeddings = [name for name in outside if isinstance(modules[name], nn.Embedding)]
     norms = [name for name in outside if _NORM.search(type(modules[name]).__name__)]
     heads = [name for name in outside if _is_projection(modules[name])]
-    for name in embeddings[:1]:
+    # The first of several that share a weight may only keep it for the others and never be called;
+    # pixels and frames are embedded by a convolution or a matrix.
+    tied = [n for n in embeddings if modules[n].weight is modules[embeddings[0]].weight]
+    for name in (tied[1:] or tied or heads[:-1])[:1]:
         yield _tap(name, "output", modules)
     for block in blocks:
         yield from _inside(block, modules)
-        yield _tap(block, "output", modules, block)
+        yield from _output(block, modules)
     for name in norms[-1:]:
         yield _tap(name, "output", modules)
     for name in heads[-1:]:
@@ -197,52 +244,53 @@ def _sublayers(modules: dict[str, nn.Module]) -> Iterator[Tap]:
 
 def _inside(block: str, modules: dict[str, nn.Module]) -> Iterator[Tap]:
     inside = [name for name in modules if name.startswith(f"{block}.")]
-    attentions: list[str] = []
-    for name in inside:
-        within = any(name.startswith(f"{outer}.") for outer in attentions)
-        if not within and _ATTENTION.search(name.rpartition(".")[2]):
-            attentions.append(name)
-    # Norms beside the attention are called attention_norm in some models.
-    attentions = [name for name in attentions if not _is_leaf(modules[name])]
     projections = [name for name in inside if _is_projection(modules[name])]
+    attentions = _attentions(block, inside, modules)
     if not attentions:
         # An attention written out in the block itself: its projections are all there is to see.
-        for name in projections:
-            yield _tap(name, "input", modules, block)
-            yield _tap(name, "output", modules, block)
+        yield from _both(projections, modules, block)
         return
+    rest = projections
     for attention in attentions:
         yield _tap(attention, "input", modules, block)
-        if isinstance(modules[attention], nn.MultiheadAttention):
-            # It hands out_proj's weight to a function and never calls the module.
-            yield _tap(attention, "output", modules, block)
-            continue
-        own = [name for name in projections if name.startswith(f"{attention}.")]
-        for name in own[-1:]:
-            yield _tap(name, "input", modules, block)
-            yield _tap(name, "output", modules, block)
-    rest = [
-        name
-        for name in projections
-        if not any(name.startswith(f"{attention}.") for attention in attentions)
+        own = [name for name in projections if f"{name}.".startswith(f"{attention}.")]
+        yield from _both(own[-1:], modules, block)
+        rest = [name for name in rest if name not in own]
+    # A mixture's last projection may be its router or one expert's.
+    mixtures = filter(None, (_mixture(block, name, modules) for name in reversed(rest)))
+    yield from _both(list(itertools.islice(mixtures, 1)) or rest[-1:], modules, block)
+
+
+def _both(names: list[str], modules: dict[str, nn.Module], block: str) -> list[Tap]:
+    sides: tuple[Side, Side] = ("input", "output")
+    return [_tap(name, side, modules, block) for name in names for side in sides]
+
+
+def _attentions(block: str, inside: list[str], modules: dict[str, nn.Module]) -> list[str]:
+    """The outermost attentions, by their own names in the block, else by their classes'."""
+    # Norms beside the attention are called attention_norm in some models.
+    parts = [n for n in inside if _is_called(modules[n]) and not _is_leaf(modules[n])]
+    found = [name for name in parts if _ATTENTION.search(name.removeprefix(block))] or [
+        name for name in parts if _ATTENTION.search(type(_unwrapped(modules[name])).__name__)
     ]
-    for name in [_outside_experts(block, name, modules) for name in rest[-1:]]:
-        yield _tap(name, "input", modules, block)
-        yield _tap(name, "output", modules, block)
+    outer = tuple(f"{name}." for name in found)
+    return [name for name in found if not name.startswith(outer)]
 
 
-def _outside_experts(block: str, name: str, modules: dict[str, nn.Module]) -> str:
-    """The mixture that `name` is one expert's layer of, or `name` itself."""
-    parent = name.rpartition(".")[0]
-    while len(parent) > len(block):
-        container = parent.rpartition(".")[0]
-        if len(container) > len(block) and _repeats(modules[container].children()):
-            return container.rpartition(".")[0]
-        parent = container
-    return name
+def _mixture(block: str, name: str, modules: dict[str, nn.Module]) -> str | None:
+    """The mixture that `name` is the experts or one expert's layer of."""
+    part = name
+    while len(part) > len(block):
+        outer = part.rpartition(".")[0]
+        listed = not _is_called(modules[part]) and _repeats(modules[part].children())
+        if (listed or _is_fused_mixture(modules[part])) and _is_called(modules[outer]):
+            # As a whole, with its router and shared experts, unless it is all in the block itself.
+            return outer if listed or outer != block else part
+        part = outer
+    return None
 
 
 def _repeats(modules: Iterable[nn.Module]) -> bool:
     """Whether two of them, leaves aside, are of one class."""
     classes = Counter(type(_unwrapped(module)) for module in modules if not _is_leaf(module))
-    return bool(classes) and max(classes.values()) >= 2
+    return max(classes.values(), default=0) >= 2

@@ -22,6 +22,7 @@ from act_exporter.hooks import (
 )
 from act_exporter.layers import Tap
 from act_exporter.statistics import Array, Column
+from act_exporter.transfer import to_host
 
 # A step that gathers this many times as many forwards as any step before it, and at least so many,
 # is not gathering micro-batches: the optimizer is being skipped (a loss scaler after an overflow, a
@@ -62,12 +63,22 @@ class _Copy:
     """One sample on its way to the host."""
 
     step: int
-    matrices: list[torch.Tensor]
-    values: dict[str, torch.Tensor]
+    # A tensor a device: its rows one after the other, then the values with these names.
+    packed: list[tuple[torch.Tensor, list[str]]] = field(default_factory=list)
     events: list[torch.Event] = field(default_factory=list)
 
     def arrived(self) -> bool:
         return all(event.query() for event in self.events)
+
+    def sample(self, taps: int) -> Sample:
+        size = taps * statistics.COLUMNS
+        matrices: list[Array] = []
+        values: dict[str, float] = {}
+        for tensor, names in self.packed:
+            numbers = tensor.double().numpy()
+            matrices.append(numbers[:size].reshape(taps, statistics.COLUMNS))
+            values.update(zip(names, numbers[size:].tolist(), strict=True))
+        return Sample(self.step, statistics.merge(matrices), values)
 
 
 class Probe:
@@ -106,20 +117,19 @@ class Probe:
         self._recorded: dict[str, torch.Tensor] = {}
         self._copies: deque[_Copy] = deque()
         self._number = add_observer(self)
-        # Whether the forward under way is one of training: decided once, at the root. On the CPU,
-        # whatever the user's default device is: it is read in every hook.
-        training = torch.zeros((), dtype=torch.bool, device="cpu")
-        key = torch.tensor([self._number, 0], device="cpu")
+        # Whether the forward under way is one of training: decided once, at the root.
+        training = _on_cpu(False)
         home = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self._handles: list[RemovableHandle] = []
         try:
+            key = _on_cpu([self._number, 0])
             begin, end = BeginHook(key, training), EndHook(key, training)
             self._handles.append(model.register_forward_pre_hook(begin))
             self._handles.append(model.register_forward_hook(end, always_call=True))
             for index, tap in enumerate(taps):
                 parameter = next(tap.module.parameters(), None)
                 row = self._matrix(parameter.device if parameter is not None else home)[index]
-                self._hook(tap, row, torch.tensor([self._number, index], device="cpu"), training)
+                self._hook(tap, row, _on_cpu([self._number, index]), training)
         except BaseException:
             self.close()
             raise
@@ -137,20 +147,23 @@ class Probe:
         for name, value in values.items():
             if value.numel() != 1:
                 raise ValueError(f"{name} has {value.numel()} elements, not one")
+            local = _whole(name, value.detach())
             # A copy, since `loss /= n` may follow; a few bytes on the value's own device.
-            self._recorded[name] = value.detach().to(torch.float64, copy=True)
+            matrix = self._matrix(local.device)
+            self._recorded[name] = local.reshape(()).to(matrix.dtype, copy=True)
 
     def take(self, step: int) -> None:
         """Send the rows gathered for `step` towards the host and start empty ones."""
         if len(self._copies) >= _PENDING_LIMIT:
             self._clear()
             raise RuntimeError(f"{_PENDING_LIMIT} samples have not reached the host; one is lost")
-        copy = _Copy(step, [], self._recorded)
+        copy, recorded = _Copy(step), self._recorded
         self._recorded = {}
-        for matrix in self._matrices.values():
-            copy.matrices.append(_to_host(matrix, copy.events))
+        for device, matrix in self._matrices.items():
+            values = {name: value for name, value in recorded.items() if value.device == device}
+            packed = torch.cat([matrix.flatten(), *(value[None] for value in values.values())])
+            copy.packed.append((to_host(packed, copy.events), list(values)))
             statistics.clear(matrix)
-        copy.values = {name: _to_host(value, copy.events) for name, value in copy.values.items()}
         self._copies.append(copy)
 
     def end_step(self) -> None:
@@ -162,10 +175,7 @@ class Probe:
         """The samples that have reached the host since the last call, oldest first."""
         samples = []
         while self._copies and self._copies[0].arrived():
-            copy = self._copies.popleft()
-            rows = statistics.merge([matrix.numpy() for matrix in copy.matrices])
-            values = {name: float(value) for name, value in copy.values.items()}
-            samples.append(Sample(copy.step, rows, values))
+            samples.append(self._copies.popleft().sample(len(self._limits)))
         return samples
 
     def forget(self) -> None:
@@ -203,8 +213,7 @@ class Probe:
         statistics.count_call(row)
         limit = self._limits[index]
         if statistics.has_statistics(x) and (limit is None or x.numel() <= limit):
-            add = statistics.add_on_cpu if x.is_cpu else statistics.add_on_device
-            add(x, row, self._threshold)
+            statistics.add(x, row, self._threshold)
         self.seconds += time.perf_counter() - started
 
     def failed(self, error: Exception) -> None:
@@ -225,13 +234,20 @@ class Probe:
         return matrix
 
 
-def _to_host(tensor: torch.Tensor, events: list[torch.Event]) -> torch.Tensor:
-    """A copy on the host, complete once the event that this may add to `events` has passed."""
-    if tensor.is_cpu:
-        return tensor.clone()
-    host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-    host.copy_(tensor, non_blocking=True)
-    event = torch.Event(tensor.device)
-    event.record()
-    events.append(event)
-    return host
+def _on_cpu(value: bool | list[int]) -> torch.Tensor:
+    """What every hook reads: on the host, and writable, whatever mode it is made in."""
+    with torch.inference_mode(False):
+        return torch.tensor(value, device="cpu")
+
+
+def _whole(name: str, value: torch.Tensor) -> torch.Tensor:
+    """This rank's `value`, where that is all of it."""
+    local = getattr(value, "to_local", None)
+    if local is None:
+        return value
+    placements = getattr(value, "placements", ())
+    if not all(placement.is_replicate() for placement in placements):
+        # Joining it waits for all ranks, and whether all of them record is not known here.
+        raise ValueError(f"{name} is spread over the ranks; record {name}.full_tensor()")
+    whole: torch.Tensor = local()
+    return whole

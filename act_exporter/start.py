@@ -14,6 +14,7 @@ from torch import nn
 
 from act_exporter.exceptions import SettingError
 from act_exporter.exporter import Exporter
+from act_exporter.gradients import Scaler, Which
 from act_exporter.history import Thresholds
 from act_exporter.layers import Watch
 
@@ -30,6 +31,8 @@ def start_exporter(
     watch: Watch = "sublayers",
     sample_every: int = 1,
     thresholds: Thresholds | None = None,
+    gradients: Which = True,
+    scaler: Scaler | None = None,
 ) -> Exporter:
     """Watch `model` and serve its statistics on `http://host:port/metrics`.
 
@@ -50,6 +53,11 @@ def start_exporter(
             `act_exporter.layers.find_taps`.
         sample_every: look at every n-th step only.
         thresholds: when a step breaks a rule; the shipped alert rules fit the defaults.
+        gradients: take their norms before clipping; False puts no hook on any parameter. Under DDP
+            they are those of all ranks; of parameters that FSDP2 shards they are this rank's part,
+            unless "all_ranks" lets the ranks add up: only where each rank has an exporter that
+            was started with it, after sharding.
+        scaler: the `GradScaler` in use, if any: the gradients are too large by its scale.
 
     Returns:
         The running exporter; `close()` it, or use it in a `with` statement.
@@ -74,6 +82,8 @@ def start_exporter(
         watch=watch,
         sample_every=sample_every,
         thresholds=thresholds or Thresholds(),
+        gradients=gradients,
+        scaler=scaler,
     )
     host = host or os.environ.get("ACT_HOST") or "127.0.0.1"
     exporter.serve(host, port + local_rank if port else 0)

@@ -10,12 +10,17 @@ All but the counts are over the finite elements. Floating-point tensors only: fo
 
 from __future__ import annotations
 
+import functools
+import logging
+import threading
 from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+_log = logging.getLogger(__name__)
 
 Array = npt.NDArray[np.float64]
 
@@ -38,14 +43,47 @@ class Column(IntEnum):
 COLUMNS = len(Column)
 _SUMS = slice(Column.CALLS, Column.NEGINF + 1)
 
-# A float32 sum over a whole tensor loses digits with its length; sums over pieces of this many
-# elements, joined in float64, keep std within 1e-3 also where |mean|/std is 300 (4e-4 measured;
-# 1e-2 with pieces of 131,072, in the same time).
-_PIECE = 4_096
+# The CPU works on rows of this many elements: a float32 sum over a whole tensor loses digits with
+# its length, sums of rows joined in float64 do not.
+_ROW = 4_096
 
-# Outside these, squares of float32 elements leave float32's range (1e38, 1e-38) or its precision.
-_SQUARES_SAFE = (1e-15, 1e15)
+# Rows that the CPU works on at once: 4 MiB of float32, so that all passes but the first read from
+# a cache, no temporary is as large as the tensor, and 32 threads have a share worth waking for.
+_ROWS = 256
 
+# Fewer elements than this are summed in float64, which is as fast for so few: the float32 error of
+# one row's sum of squares is up to 2e-7, which is 1e-2 of std where |mean|/std is 300, and only
+# the mean over many rows brings it down.
+_FEW = 65_536
+
+# A row whose sum of squares lies between these had no square outside float32's range (1e-38 to
+# 3e38) that would count; the other rows are summed in float64.
+_SQUARES_SAFE = (1e-24, 1e36)
+
+# How many of those at once, in the second-level cache as float64.
+_UNUSUAL_ROWS = 16
+
+# Smaller exceed thresholds are not compared by squares, which could vanish.
+_THRESHOLD_SAFE = 1e-15
+
+_fused_works = True
+
+_kept = threading.local()
+
+# The floating-point formats whose conversions are tested; packed 4-bit ones have none.
+_DTYPES = frozenset(
+    {
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.float8_e4m3fnuz,
+        torch.float8_e5m2,
+        torch.float8_e5m2fnuz,
+        torch.float8_e8m0fnu,
+    }
+)
 
 # On a device, at most this many elements are worked on at a time: the passes below need about 20
 # bytes an element for a moment, which must not be what makes a training run out of memory.
@@ -81,9 +119,23 @@ def count_call(row: torch.Tensor) -> None:
 
 
 def has_statistics(x: torch.Tensor) -> bool:
-    """Whether `x` is a tensor whose elements are counted."""
+    """Whether the elements of `x` are counted; never raises.
+
+    Counted: strided tensors of any shape with at least one element, of float64, float32, float16,
+    bfloat16 or an 8-bit float. Views, transposed, expanded and channels-last tensors are strided;
+    an expanded element counts as often as it is seen.
+
+    Not counted, so that only the call is:
+
+    - integers and bools: indices, masks and packed weights, where a magnitude means nothing;
+    - complex numbers, which have no order and so no minimum;
+    - packed 4-bit floats, which torch cannot convert;
+    - sparse and MKL-DNN layouts, nested tensors and quantised ones, whose stored values are not the
+      tensor's elements;
+    - meta tensors, which have no values, and tensors without elements.
+    """
     return (
-        x.is_floating_point()
+        x.dtype in _DTYPES
         and x.layout is torch.strided
         and not x.is_nested
         and not x.is_quantized
@@ -92,32 +144,145 @@ def has_statistics(x: torch.Tensor) -> bool:
     )
 
 
+def add(x: torch.Tensor, row: torch.Tensor, exceed_threshold: float) -> None:
+    """Add the elements of `x` to `row`, both on one device, in the fastest way that works there.
+
+    Args:
+        x: what `has_statistics` accepts.
+        row: (COLUMNS,), from `empty_rows`.
+        exceed_threshold: for `Column.EXCEEDED`.
+    """
+    if x.is_cpu:
+        add_on_cpu(x, row, exceed_threshold)
+    elif not x.is_cuda or not _add_fused(x, row, exceed_threshold):
+        add_on_device(x, row, exceed_threshold)
+
+
+def _add_fused(x: torch.Tensor, row: torch.Tensor, exceed_threshold: float) -> bool:
+    """Whether the Triton kernel could add `x` to `row`; once it could not, it isn't tried again."""
+    global _fused_works
+    if not _fused_works:
+        return False
+    try:
+        from act_exporter.kernels import add_fused
+
+        add_fused(x, row, exceed_threshold)
+    except Exception as error:
+        # No Triton, no compiler for its launcher, a GPU that it doesn't know: nothing was added.
+        _fused_works = False
+        _log.info("statistics are taken without Triton: %r", error)
+    return _fused_works
+
+
 def add_on_cpu(x: torch.Tensor, row: torch.Tensor, exceed_threshold: float) -> None:
     """Add the elements of `x` (any shape, on the CPU) to `row` (COLUMNS,).
 
-    Branches on values, which costs nothing on a CPU and spares the usual, finite tensor all
-    passes but one for minimum and maximum and two for the sums.
+    Works in rows and branches on their values, which costs nothing on a CPU: those that are finite,
+    nearly all, take the fewest passes; the others are sorted out one by one.
     """
-    x = _flat(x)
+    flat = in_memory_order(x)
     values = row.numpy()
-    low, high = (float(bound) for bound in torch.aminmax(x))
-    if not (np.isfinite(low) and np.isfinite(high)):
-        values[Column.NAN] += int(torch.isnan(x).sum())
-        values[Column.POSINF] += int((x == torch.inf).sum())
-        values[Column.NEGINF] += int((x == -torch.inf).sum())
-        x = x[torch.isfinite(x)]
-        if x.numel() == 0:
+    by_rows = flat.numel() >= _FEW and exceed_threshold > _THRESHOLD_SAFE
+    whole = flat.numel() // _ROW if by_rows else 0
+    if whole:
+        _add_rows(flat[: whole * _ROW].view(whole, _ROW), values, exceed_threshold)
+    rest = flat[whole * _ROW :]
+    if rest.numel():
+        _add_exactly(rest.double().numpy(), values, exceed_threshold)
+
+
+def _add_rows(x: torch.Tensor, values: Array, threshold: float) -> None:
+    """Add `x` (rows, _ROW) to `values` (COLUMNS,)."""
+    dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
+    limit = _square_limit(threshold, dtype)
+    scratch = _scratch(dtype)
+    parts = []
+    for start in range(0, x.shape[0], _ROWS):
+        piece = x[start : start + _ROWS]
+        free = scratch[: piece.shape[0]]
+        if piece.dtype is not dtype:
+            piece = free.copy_(piece)  # once; every pass below would convert again
+        low, high, total = piece.amin(-1), piece.amax(-1), piece.sum(-1)
+        squares = torch.mul(piece, piece, out=free).sum(-1)
+        # A comparison that writes floats, and their sum: a fifth of the time of counting bools.
+        exceeded = torch.gt(free, limit, out=free).sum(-1)
+        parts.append(torch.stack([low, high, total, squares, exceeded]))
+    joined: Array = torch.cat(parts, dim=-1).double().numpy()
+    low, high, total, squares, exceeded = joined
+    # False too for a row with a NaN or an infinity, since its sum of squares is one.
+    usual = (squares > _SQUARES_SAFE[0]) & (squares < _SQUARES_SAFE[1])
+    usual |= (low == 0) & (high == 0)
+    if not usual.all():
+        unusual = torch.from_numpy(np.flatnonzero(~usual))
+        for start in range(0, unusual.numel(), _UNUSUAL_ROWS):
+            rows = x[unusual[start : start + _UNUSUAL_ROWS]]
+            _add_exactly(rows.double().view(-1).numpy(), values, threshold)
+        if not usual.any():
             return
-        low, high = (float(bound) for bound in torch.aminmax(x))
-    absmax = max(abs(low), abs(high))
-    total, squares = _sums(x, absmax)
-    values[Column.COUNT] += x.numel()
-    values[Column.SUM] += total
-    values[Column.SUM_SQUARES] += squares
-    if absmax > exceed_threshold:
-        values[Column.EXCEEDED] += int((x.abs() > exceed_threshold).sum())
-    values[Column.MIN] = min(values[Column.MIN], low)
-    values[Column.MAX] = max(values[Column.MAX], high)
+        low, high, total, squares, exceeded = joined[:, usual]
+    values[Column.COUNT] += low.size * _ROW
+    values[Column.SUM] += total.sum()
+    values[Column.SUM_SQUARES] += squares.sum()
+    values[Column.EXCEEDED] += exceeded.sum()
+    values[Column.MIN] = min(values[Column.MIN], low.min())
+    values[Column.MAX] = max(values[Column.MAX], high.max())
+
+
+def _scratch(dtype: torch.dtype) -> torch.Tensor:
+    """This thread's own (_ROWS, _ROW) of `dtype`, to be overwritten.
+
+    Kept, because memory fresh from the system costs more to map than all passes over it.
+    """
+    scratch: torch.Tensor | None = getattr(_kept, "scratch", None)
+    if scratch is None or scratch.dtype is not dtype:
+        with torch.inference_mode(False):
+            scratch = _kept.scratch = torch.empty(_ROWS, _ROW, dtype=dtype, device="cpu")
+    return scratch
+
+
+def _add_exactly(x: Array, values: Array, threshold: float) -> None:
+    """Add float64 elements `x` (n,), whatever they are, to `values` (COLUMNS,)."""
+    finite = np.isfinite(x)
+    if not finite.all():
+        values[Column.NAN] += np.count_nonzero(np.isnan(x))
+        values[Column.POSINF] += np.count_nonzero(x == np.inf)
+        values[Column.NEGINF] += np.count_nonzero(x == -np.inf)
+        x = x[finite]
+        if not x.size:
+            return
+    with np.errstate(over="ignore", under="ignore"):  # beyond float64 the sums are infinite
+        values[Column.SUM] += x.sum()
+        values[Column.SUM_SQUARES] += np.square(x).sum()
+    values[Column.COUNT] += x.size
+    values[Column.EXCEEDED] += np.count_nonzero(np.abs(x) > threshold)
+    values[Column.MIN] = min(values[Column.MIN], x.min())
+    values[Column.MAX] = max(values[Column.MAX], x.max())
+
+
+@functools.lru_cache(maxsize=16)
+def _square_limit(threshold: float, dtype: torch.dtype) -> float:
+    """The square, rounded to `dtype`, that only elements above `threshold` have squares above.
+
+    Rounded squares are in the order of their elements, and those of neighbours differ (by two units
+    or one in the last place). So the largest element not above the threshold, squared, is exact.
+    """
+    if dtype is torch.float64:
+        return threshold * threshold
+    limit = np.float32(below(threshold))
+    with np.errstate(over="ignore"):
+        return float(limit * limit)
+
+
+def below(threshold: float) -> float:
+    """The largest float32 that is not above `threshold`, for comparisons of float32 elements.
+
+    Above it are exactly the elements above `threshold`; of one rounded up one would be missing.
+    """
+    with np.errstate(over="ignore"):
+        rounded = np.float32(threshold)
+    if float(rounded) > threshold:
+        rounded = np.nextafter(rounded, np.float32(-np.inf))
+    return float(rounded)
 
 
 def add_on_device(x: torch.Tensor, row: torch.Tensor, exceed_threshold: float) -> None:
@@ -125,7 +290,7 @@ def add_on_device(x: torch.Tensor, row: torch.Tensor, exceed_threshold: float) -
 
     Works on the CPU too, where the tests hold it to the same references.
     """
-    flat = _flat(x)
+    flat = in_memory_order(x)
     for start in range(0, flat.numel(), _DEVICE_PIECE):
         piece = flat[start : start + _DEVICE_PIECE]
         piece = piece if piece.dtype is torch.float64 else piece.float()
@@ -149,24 +314,13 @@ def add_on_device(x: torch.Tensor, row: torch.Tensor, exceed_threshold: float) -
         row[Column.MAX] = torch.maximum(row[Column.MAX], high)
 
 
-def _flat(x: torch.Tensor) -> torch.Tensor:
-    x = x.reshape(-1)
-    # 8-bit floats have conversions but hardly any arithmetic.
-    return x if x.element_size() > 1 else x.float()
-
-
-def _sums(x: torch.Tensor, absmax: float) -> tuple[float, float]:
-    """Sum and sum of squares of finite, flat `x`."""
-    safe = absmax == 0 or _SQUARES_SAFE[0] < absmax < _SQUARES_SAFE[1]
-    dtype = torch.float32 if safe and x.dtype is not torch.float64 else torch.float64
-    whole = x.numel() - x.numel() % _PIECE
-    total = squares = 0.0
-    for piece in (x[:whole].view(-1, _PIECE), x[whole:].view(1, -1)):
-        if piece.numel():
-            norms = torch.linalg.vector_norm(piece, dim=-1, dtype=dtype).double()
-            total += float(piece.sum(-1, dtype=dtype).double().sum())
-            squares += float(norms.square().sum())
-    return total, squares
+def in_memory_order(x: torch.Tensor) -> torch.Tensor:
+    """The elements of `x`, flat (n,), in the order of memory, which mostly spares a copy."""
+    x = x.detach().resolve_neg()  # a real view may be negated lazily: the `imag` of a conjugate
+    if not x.is_contiguous():
+        # Transposed and channels-last ones are whole pieces of memory too.
+        x = x.permute(sorted(range(x.dim()), key=x.stride, reverse=True))
+    return x.reshape(-1).contiguous()  # a flat one may have gaps all the same
 
 
 def merge(rows: list[Array]) -> Array:

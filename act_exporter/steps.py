@@ -7,13 +7,18 @@ hundreds of times. An explicit `set` (a guard, a callback) ends the counting for
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 
 class Steps:
@@ -41,9 +46,17 @@ class Steps:
         # By identity: an optimizer may define equality and so have no hash.
         self._counts: dict[int, tuple[weakref.ref[Optimizer], int]] = {}
         self._largest = 0
+        # Optimizers, by identity, whose `step` is under way. One that calls its base class's `step`
+        # in its own runs the hooks of both: two beginnings and two ends, of one step.
+        self._begun: set[int] = set()
         # Kept out of a compiled optimizer step, or the history would be compiled too.
-        hook = torch.compiler.disable(self._stepped)  # type: ignore[no-untyped-call]
-        self._handle = register_optimizer_step_post_hook(hook)
+        disable: Any = torch.compiler.disable  # has no types
+        self._handles = [
+            register_optimizer_step_pre_hook(
+                disable(lambda optimizer, *_: self._begun.add(id(optimizer)))
+            ),
+            register_optimizer_step_post_hook(disable(self._stepped)),
+        ]
 
     def set(self, step: int) -> None:
         """The run has finished `step`; counts start from here unless this is said again."""
@@ -58,10 +71,14 @@ class Steps:
 
     def close(self) -> None:
         """Stop counting."""
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
 
     def _stepped(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         try:
+            if id(optimizer) not in self._begun:
+                return
+            self._begun.discard(id(optimizer))
             if self.paused or not self._owns(optimizer):
                 return
             self.learning_rate = _learning_rate(optimizer)
@@ -73,7 +90,8 @@ class Steps:
                 self._largest = count + 1
                 self._on_step(self._start + self._largest)
         except Exception as error:
-            self._on_error("step", error)
+            with contextlib.suppress(Exception):
+                self._on_error("step", error)
 
     def _owns(self, optimizer: Optimizer) -> bool:
         known = self._counts.get(id(optimizer))

@@ -180,7 +180,7 @@ def main() -> None:
     )
 
     # (1) Statistics of each layer on http://localhost:PORT/metrics.
-    exporter = start_exporter(model, args.port, run=args.run)
+    exporter = start_exporter(model, args.port, run=args.run, scaler=scaler)
     # (2) Checkpoints, and back to a healthy one when the receiver asks.
     guard = TrainingGuard(
         args.log_dir / args.run,

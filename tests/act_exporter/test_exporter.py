@@ -273,6 +273,86 @@ class TestTraining:
         assert value(exporter, "act_errors_total", stage="scrape") == 0
 
 
+class TestGradients:
+    def clipping(self, model: nn.Module) -> float:
+        """One step of a trainer that clips; the norm that it saw before."""
+        optimizer = getattr(model, "optimizer", torch.optim.SGD(model.parameters(), lr=0.01))
+        model.optimizer = optimizer
+        model(torch.randint(0, 256, (2, 8))).square().mean().backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(norm)
+
+    def test_need_no_other_line(self, model: nn.Module, exporter: Exporter) -> None:
+        norm = self.clipping(model)
+        assert value(exporter, "act_grad_norm") == pytest.approx(norm, rel=1e-5)
+        layer = value(exporter, "act_layer_grad_norm", layer="blocks.1.attn.proj")
+        assert layer is not None
+        assert 0 < layer < norm
+        assert value(exporter, "act_loss_scale") is None
+
+    def test_what_is_recorded_wins(self, model: nn.Module, exporter: Exporter) -> None:
+        exporter.record(grad_norm=7.0)
+        for _ in range(2):
+            self.clipping(model)
+            assert value(exporter, "act_grad_norm") == 7.0
+        assert value(exporter, "act_layer_grad_norm", layer="head") is not None
+
+    def test_a_recorded_loss_scale_is_taken_out(self, model: nn.Module, exporter: Exporter) -> None:
+        exporter.record(loss_scale=4.0)
+        norm = self.clipping(model)
+        assert value(exporter, "act_grad_norm") == pytest.approx(norm / 4, rel=1e-5)
+        assert value(exporter, "act_loss_scale") == 4
+
+    @pytest.mark.parametrize("fused", [True, False])
+    def test_what_a_scaler_skips_is_no_anomaly(self, model: nn.Module, fused: bool) -> None:
+        """A fused optimizer's step is called by the scaler even where it is to do nothing."""
+        scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, fused=fused)
+        with start_exporter(model, 0, scaler=scaler) as exporter:
+            for step in range(4):
+                loss = model(torch.randint(0, 256, (2, 8))).square().mean()
+                scaler.scale(loss * (math.inf if step in (0, 3) else 1)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+                norm = value(exporter, "act_grad_norm")
+                assert norm is None if step == 0 else norm is not None and math.isfinite(norm)
+            assert value(exporter, "act_loss_scale") == 8
+            assert value(exporter, "act_errors_total", stage="gradient") == 0
+            assert exporter.onset() is None
+
+    def test_nan_in_one_layer_is_on_the_page(self, model: nn.Module, exporter: Exporter) -> None:
+        weight = model.get_parameter("blocks.1.mlp.down.weight")
+        weight.register_hook(lambda gradient: gradient * math.nan)
+        self.clipping(model)
+        assert math.isnan(value(exporter, "act_grad_norm") or 0)
+        assert math.isnan(value(exporter, "act_layer_grad_norm", layer="blocks.1.mlp.down") or 0)
+        assert math.isfinite(value(exporter, "act_layer_grad_norm", layer="blocks.0") or math.nan)
+
+    def test_can_be_left_out(self, model: nn.Module) -> None:
+        with start_exporter(model, 0, gradients=False) as exporter:
+            self.clipping(model)
+            assert value(exporter, "act_grad_norm") is None
+            assert value(exporter, "act_step") == 1
+
+    def test_of_every_second_step_only(self, model: nn.Module) -> None:
+        with start_exporter(model, 0, sample_every=2) as exporter:
+            norms = [self.clipping(model) for _ in range(4)]
+            assert value(exporter, "act_grad_norm") == pytest.approx(norms[2], rel=1e-5)
+
+    def test_none_remain_of_a_pause_or_a_step_undone(
+        self, model: nn.Module, exporter: Exporter
+    ) -> None:
+        with exporter.paused():
+            self.clipping(model)
+        exporter.reset(generation=1)
+        train(gpt(), 1)
+        exporter.step(1)
+        assert value(exporter, "act_grad_norm") is None
+
+
 class TestGuardsSide:
     def test_an_explicit_step_counts_from_then_on(
         self, model: nn.Module, exporter: Exporter
@@ -407,6 +487,7 @@ class TestStart:
             ({"run": "a\udcff"}, "must be a name that can be printed"),
             ({"sample_every": 0}, "sample_every=0"),
             ({"run": ""}, "run='' must be a name"),
+            ({"gradients": "global"}, "gradients='global'"),
         ],
     )
     def test_a_wrong_argument_is_named(

@@ -5,11 +5,16 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from act_exporter import hooks
 from act_exporter.layers import Watch, find_taps
 from act_exporter.probe import Probe, Sample
 from act_exporter.statistics import Column, Statistics
@@ -289,6 +294,182 @@ class TestModel:
         Watched(model)
         program = torch.export.export(model, (tokens(),))
         assert "act_exporter" not in str(program.graph)
+
+
+DEVICE = torch.device("lazy", 0)  # the one that no torch needs a library for
+
+# What makes the host wait until a device has come so far. (`tolist`, `bool`, `float`, `numpy` and
+# the like of a device's tensor end in the first, or in a copy.)
+_WAITING = {"_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique2"}
+
+
+class OnDevice(torch.Tensor):
+    """Stands for a device's tensor: its numbers are on the host, but only operators reach them."""
+
+    numbers: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, numbers: torch.Tensor) -> OnDevice:
+        made: OnDevice = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            numbers.size(),
+            strides=numbers.stride(),
+            dtype=numbers.dtype,
+            device=DEVICE,
+            requires_grad=numbers.requires_grad,
+        )
+        made.numbers = numbers
+        return made
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise AssertionError(f"{function} outside of the device")
+
+
+class Device(TorchDispatchMode):
+    """Runs what is asked of the device, and notes what would wait and what is copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[str] = []
+        self.copies = 0
+        self.calls: list[str] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        name = function.overloadpacket.__name__
+        if name == "empty_like" and kwargs.pop("pin_memory", False):
+            return torch.empty(args[0].shape, dtype=args[0].dtype)
+        if function.namespace == "act_exporter":
+            with self:  # ours calls the operators that are looked at
+                return getattr(hooks, f"_{name}")(*args)
+        target = kwargs.get("device")
+        inside = [x for x in tree_leaves((args, kwargs)) if isinstance(x, OnDevice)]
+        if not inside and (target is None or torch.device(target).type != DEVICE.type):
+            return function(*args, **kwargs)
+        self.calls.append(name)
+        if name in _WAITING:
+            self.waits.append(name)
+        if name == "copy_" and not isinstance(args[0], OnDevice):
+            self.copies += 1
+            if not (kwargs.get("non_blocking") or args[2:3] == (True,)):
+                self.waits.append("copy_")
+        if name == "_to_copy" and target is not None and torch.device(target).type == "cpu":
+            self.waits.append("_to_copy")
+        if target is not None:
+            kwargs["device"] = "cpu"
+        args, kwargs = tree_map_only(OnDevice, lambda x: x.numbers, (args, kwargs))
+        result = function(*args, **kwargs)
+        if name == "copy_" or target == torch.device("cpu"):
+            return result
+        if function._schema.name.endswith("_") and inside:
+            return inside[0]
+        return tree_map_only(torch.Tensor, OnDevice, result)
+
+
+class Event:
+    """A device's event that passes when it is told to."""
+
+    passed = False
+
+    def __init__(self, device: torch.device) -> None:
+        assert device == DEVICE
+
+    def record(self, stream: object) -> None:
+        assert stream == "current stream"
+
+    def query(self) -> bool:
+        return Event.passed
+
+
+class Moved(nn.Module):
+    """A layer whose output is on the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return OnDevice(x.detach())
+
+
+class TestAccelerator:
+    """With tensors that stand for a device's; what only a device can show is in tests/gpu."""
+
+    @pytest.fixture
+    def device(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+        monkeypatch.setattr(torch, "Event", Event)
+        monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: "current stream")
+        monkeypatch.setattr(Event, "passed", False)
+        with Device() as device:
+            yield device
+
+    def model(self, layers: int = 1) -> nn.Module:
+        class Model(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layers = nn.ModuleList(Moved() for _ in range(layers))
+
+            def forward(self, x: torch.Tensor) -> None:
+                for layer in self.layers:
+                    layer(x)
+
+        return Model()
+
+    def test_nothing_waits_in_hooks_or_at_the_end_of_a_step(self, device: Device) -> None:
+        """One copy a step that is sampled, whatever the layers and recorded values."""
+        model = self.model(layers=3)
+        watched = Watched(model, "layers.*")
+        for step in range(1, 4):
+            model(torch.tensor([[1.0, -3.0, torch.inf, torch.nan]]))
+            watched.probe.record({"loss": OnDevice(torch.tensor(2.5)), "norm": torch.tensor(1.5)})
+            watched.probe.take(step)
+            assert watched.probe.arrived() == []
+            assert device.copies == step
+        assert watched.errors == []
+        assert "isfinite" in device.calls or "eq" in device.calls  # statistics are made on it
+        assert device.waits == []
+        Event.passed = True
+        first, *_ = watched.probe.arrived()
+        assert first.values == {"loss": 2.5, "norm": 1.5}
+        assert Statistics.of(first.rows).absmax.tolist() == [3, 3, 3]
+        assert first.rows[:, Column.NAN].tolist() == [1, 1, 1]
+        assert device.waits == []
+
+    def test_nothing_is_asked_of_the_device_between_samples(self, device: Device) -> None:
+        model = self.model()
+        watched = Watched(model, "layers.*")
+        watched.probe.sampling = False
+        model(torch.ones(1, 4))
+        watched.probe.end_step()
+        # An output is handed over without its graph; nothing runs on the device for that.
+        assert set(device.calls) <= {"detach"}
+        assert device.copies == 0
+        assert watched.errors == []
+
+    def test_a_host_that_is_far_behind_loses_a_sample_and_does_not_wait(
+        self, device: Device
+    ) -> None:
+        model = self.model()
+        watched = Watched(model, "layers.*")
+        for step in range(4):
+            model(torch.ones(1, 4))
+            watched.probe.take(step)
+        with pytest.raises(RuntimeError, match="one is lost"):
+            watched.probe.take(4)
+        Event.passed = True
+        assert [sample.step for sample in watched.probe.arrived()] == [0, 1, 2, 3]
+        assert device.waits == []
+
+    def test_the_stand_in_notices_who_waits(self, device: Device) -> None:
+        x = OnDevice(torch.ones(2))
+        float(x.sum())
+        torch.empty(2).copy_(x)
+        assert device.waits == ["_local_scalar_dense", "copy_"]
 
 
 class TestRecord:

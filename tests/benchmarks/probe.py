@@ -1,0 +1,201 @@
+"""What looking costs: one tensor's statistics, and a training step with and without the exporter.
+
+    make bench        (or: python -m tests.benchmarks.probe --quick, in a minute)
+
+Everything that is compared is run in turns in one process, and medians are taken; ratios mean
+something on any machine, milliseconds only on the one that the file names. Writes
+build/bench/probe.json:
+
+    tensors   naive_over_ours     the same statistics, one .item() each, over ours
+              ours_over_one_sum   ours over a single x.sum()
+    steps     probe_share         (step with the exporter) / (step without) - 1, every step sampled
+              naive_share         the same with one .item() a statistic, in hooks on those tensors
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import track
+from torch.nn import functional as F
+
+import act_exporter
+from act_exporter import start_exporter
+from act_exporter.history import Thresholds
+from act_exporter.layers import find_taps
+from act_exporter.statistics import add_on_cpu, empty_rows
+from deploy.demo.servers import REPOSITORY
+from deploy.demo.train import BYTES, GPT
+
+SHAPES = ((4, 512, 768), (8, 512, 1024))
+DTYPES = (torch.float32, torch.bfloat16)
+MODELS = (
+    {"layers": 6, "width": 768, "batch": 4, "context": 512},
+    {"layers": 6, "width": 256, "batch": 8, "context": 256},
+)
+THRESHOLD = Thresholds().exceed
+COLD_BYTES = 64 * 2**20
+"""More than the last-level cache of a server's core group; touched between two cold runs."""
+
+
+def medians(runs: dict[str, Callable[[], object]], rounds: int, cold: bool) -> dict[str, float]:
+    """Median seconds of each, run in turns."""
+    evicted = torch.zeros(COLD_BYTES, dtype=torch.uint8)
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for number in range(rounds + 1):
+        for name, run in runs.items():
+            if cold:
+                evicted.add_(1)
+            started = time.perf_counter()
+            run()
+            if number:  # the first round warms up
+                seconds[name].append(time.perf_counter() - started)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def naive(x: torch.Tensor) -> list[float]:
+    """The obvious way: each statistic by itself, brought to the host at once."""
+    finite = x[torch.isfinite(x)]
+    return [
+        finite.abs().max().item(),
+        finite.min().item(),
+        finite.max().item(),
+        finite.float().mean().item(),
+        finite.float().std().item(),
+        finite.float().norm().item(),
+        finite.float().square().mean().sqrt().item(),
+        (finite.abs() > THRESHOLD).float().mean().item(),
+        torch.isnan(x).sum().item(),
+        (x == torch.inf).sum().item(),
+        (x == -torch.inf).sum().item(),
+    ]
+
+
+def tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Standard normal, 1 % of it beyond the threshold, and one NaN."""
+    torch.manual_seed(0)
+    x = torch.randn(shape)
+    x[torch.rand(shape) < 0.01] *= 3 * THRESHOLD
+    x.view(-1)[0] = torch.nan
+    return x.to(dtype)
+
+
+def measure_tensors(rounds: int) -> list[dict[str, Any]]:
+    """Ratios for each shape, dtype and state of the cache."""
+    found = []
+    for shape in SHAPES:
+        for dtype in DTYPES:
+            x, row = tensor(shape, dtype), empty_rows(1, torch.device("cpu"))[0]
+            runs: dict[str, Callable[[], object]] = {
+                "ours": lambda x=x, row=row: add_on_cpu(x, row, THRESHOLD),  # type: ignore[misc]
+                "sum": x.sum,
+                "naive": lambda x=x: naive(x),  # type: ignore[misc]
+            }
+            for cold in (False, True):
+                took = medians(runs, rounds, cold)
+                found.append(
+                    {
+                        "shape": list(shape),
+                        "dtype": str(dtype).removeprefix("torch."),
+                        "cache": "cold" if cold else "hot",
+                        "ours_ms": round(took["ours"] * 1e3, 3),
+                        "naive_over_ours": round(took["naive"] / took["ours"], 2),
+                        "ours_over_one_sum": round(took["ours"] / took["sum"], 2),
+                    }
+                )
+    return found
+
+
+def step_of(model: torch.nn.Module, called: Callable[..., Any], batch: int, context: int) -> Any:
+    """A function that takes one training step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    tokens = torch.randint(0, BYTES, (batch, context + 1))
+
+    def step() -> None:
+        logits = called(tokens[:, :-1])
+        F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def measure_steps(shape: dict[str, int], compiled: bool, rounds: int) -> dict[str, Any]:
+    """Shares of a step for one model."""
+    torch.manual_seed(0)
+    plain = GPT(shape["layers"], shape["width"], heads=4, context=shape["context"])
+    watched, naively = copy.deepcopy(plain), copy.deepcopy(plain)
+    exporter = start_exporter(watched, 0, run="bench")
+    for tap in find_taps(naively):
+        if tap.tensor == "output":
+            tap.module.register_forward_hook(lambda _m, _args, out: (naive(out.detach()), None)[1])
+        else:
+            tap.module.register_forward_pre_hook(
+                lambda _m, args: (naive(args[0].detach()), None)[1]
+            )
+    runs = {}
+    for name, model in (("plain", plain), ("watched", watched), ("naive", naively)):
+        called = torch.compile(model) if compiled else model
+        runs[name] = step_of(model, called, shape["batch"], shape["context"])
+    took = medians(runs, rounds, cold=False)
+    exporter.close()
+    return {
+        **shape,
+        "vocabulary": BYTES,
+        "mode": "compiled" if compiled else "eager",
+        "taps": len(find_taps(plain)),
+        "step_ms": round(took["plain"] * 1e3, 1),
+        "probe_share": round(took["watched"] / took["plain"] - 1, 4),
+        "naive_share": round(took["naive"] / took["plain"] - 1, 4),
+    }
+
+
+def main() -> None:
+    """Measure and write the file."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="few rounds, the smaller model only")
+    parser.add_argument("--out", type=Path, default=REPOSITORY / "build" / "bench" / "probe.json")
+    arguments = parser.parse_args()
+    tensor_rounds, step_rounds = (5, 5) if arguments.quick else (31, 15)
+    models = MODELS[1:] if arguments.quick else MODELS
+    result = {
+        "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": {
+            "processor": platform.machine(),
+            "threads": torch.get_num_threads(),
+            "system": platform.system(),
+        },
+        "versions": {
+            "act_exporter": act_exporter.__version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+        },
+        "tensors": measure_tensors(tensor_rounds),
+        "steps": [
+            measure_steps(shape, compiled, step_rounds)
+            for shape, compiled in track(
+                [(shape, compiled) for shape in models for compiled in (False, True)],
+                "training steps",
+            )
+        ],
+    }
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result, indent=1))
+    print(f"written to {arguments.out}")
+
+
+if __name__ == "__main__":
+    main()
