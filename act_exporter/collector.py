@@ -173,6 +173,8 @@ class Training:
         values: what is known of "loss", "grad_norm", "learning_rate" and "loss_scale".
         gradients: watched layer to the norm of its gradient.
         probe_seconds: spent on statistics, on the host.
+        overhead: share of training time that looking costs, or None while it is not known.
+        sample_every: the interval in force, in steps.
     """
 
     step: int = 0
@@ -182,6 +184,8 @@ class Training:
     values: dict[str, float] = field(default_factory=dict)
     gradients: dict[str, float] = field(default_factory=dict)
     probe_seconds: float = 0.0
+    overhead: float | None = None
+    sample_every: int = 1
 
 
 Fact = tuple[str, str, str, dict[str, float]]
@@ -235,6 +239,12 @@ class TrainingCollector(Collector):
             "Norm of the gradient of the layer's parameters, at the last sampled step.",
             "layer",
             now.gradients,
+        )
+        yield self._gauge(
+            "act_overhead_ratio", "Share of training time that looking costs.", now.overhead
+        )
+        yield self._gauge(
+            "act_sample_interval_steps", "Each so-many-th step is sampled.", now.sample_every
         )
         run = {str(now.generation): 1.0}
         yield self._gauges("act_run_info", "The run's generation.", "generation", run)

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 import torch
@@ -18,6 +18,7 @@ from act_exporter.exceptions import SettingError, StateError
 from act_exporter.gradients import Gradients, Scaler, Which
 from act_exporter.history import History, Layers, Thresholds
 from act_exporter.layers import Watch, find_taps
+from act_exporter.overhead import Overhead
 from act_exporter.probe import Probe
 from act_exporter.server import MetricsServer
 from act_exporter.steps import Steps
@@ -48,13 +49,17 @@ class Exporter:
         watch: Watch,
         sample_every: int,
         thresholds: Thresholds,
+        max_overhead: float | None = None,
         gradients: Which = True,
         scaler: Scaler | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not run or not run.isprintable():
             raise SettingError(f"run={run!r} must be a name that can be printed")
         if isinstance(sample_every, bool) or not isinstance(sample_every, int) or sample_every < 1:
             raise SettingError(f"sample_every={sample_every!r} must be a whole number from 1 on")
+        if max_overhead is not None and not 0 < max_overhead < 1:
+            raise SettingError(f"max_overhead={max_overhead!r} must be a share between 0 and 1")
         taps = find_taps(model, watch)
         self.run = run
         self.port: int | None = None
@@ -63,18 +68,19 @@ class Exporter:
         self._page = LayerPage(taps, labels)
         self._errors = dict.fromkeys(_STAGES, 0)
         self._logged: set[tuple[str, type[Exception], str]] = set()
-        self._sample_every = sample_every
+        self._overhead = Overhead(max_overhead, sample_every)
         self._sampled = 0  # the last sampled step
         self._silent = 0  # sampled steps in a row in which no watched layer ran
         self._standing = True  # nothing was trained since the run's step was set
-        self._training = Training(finished_at=time.time())
+        self._training = Training(finished_at=time.time(), sample_every=sample_every)
         self._layers: Layers | None = None
         self._server: MetricsServer | None = None
         self._told_norm = False  # whether the trainer records the gradient norm itself
         self._gradients = Gradients(
             model, taps, which=gradients, scaler=scaler, on_error=self._count_error
         )
-        self._history = History(taps, thresholds, time.monotonic)
+        self._clock = clock
+        self._history = History(taps, thresholds, clock)
         self._probe = Probe(
             model,
             taps,
@@ -177,6 +183,7 @@ class Exporter:
         finally:
             self._probe.paused = self._steps.paused = before
             self._gradients.drop()
+            self._overhead.pause()
 
     def state_dict(self) -> dict[str, Any]:
         """Step, baseline and window: tensors, numbers and strings only."""
@@ -229,6 +236,8 @@ class Exporter:
             steps=before.steps + max(step - before.step, 0),
             finished_at=time.time(),
             probe_seconds=self._probe.seconds + self._gradients.seconds,
+            overhead=self._overhead.ratio(),
+            sample_every=self._overhead.sample_every,
         )
         try:
             if self._probe.sampling:
@@ -239,10 +248,16 @@ class Exporter:
             self._count_error("step", error)
         self._take_in()
         self._probe.end_step()
-        following = step + max(step - before.step, 1)
-        sampling = following - self._sampled >= self._sample_every
-        self._probe.sampling = self._gradients.sampling = sampling
         self._probe.seconds += time.perf_counter() - started
+        # At the very end: what this took belongs to the step that it was taken for.
+        if self._overhead.step(self._clock(), self._probe.sampling):
+            log.warning(
+                "looking costs too much of a step: from now on each %d. step is sampled",
+                self._overhead.sample_every,
+            )
+        following = step + max(step - before.step, 1)
+        sampling = self._overhead.samples(following - self._sampled)
+        self._probe.sampling = self._gradients.sampling = sampling
 
     def _sample_without_step(self) -> None:
         """Look at forwards that no optimizer's step has followed: they may be why."""

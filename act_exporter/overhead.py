@@ -18,7 +18,7 @@ _KEPT = 24
 _LEAST = 12
 
 # At least one step in so many stays unsampled, or there is nothing to compare with.
-UNSAMPLED_EVERY = 50
+_UNSAMPLED_EVERY = 50
 
 # The budget is exceeded when the difference is by so many standard errors above it: a busy machine
 # must not be taken for an expensive exporter. Of 200 simulated runs of 5,000 steps that jitter by
@@ -45,9 +45,16 @@ class Overhead:
         }
         self._fresh = {True: 0, False: 0}  # since the last judgement
         self._ended: float | None = None
+        self._steps = 0
+
+    def samples(self, distance: int) -> bool:
+        """Whether the step that begins is sampled, `distance` steps after the last one that was."""
+        rests = self._steps % _UNSAMPLED_EVERY == _UNSAMPLED_EVERY - 1
+        return distance >= self.sample_every and not rests
 
     def step(self, now: float, sampled: bool) -> bool:
         """A step has ended at `now` (seconds); whether the interval was raised because of it."""
+        self._steps += 1
         if self._ended is not None:
             self._durations[sampled].append(now - self._ended)
             self._fresh[sampled] += 1

@@ -31,6 +31,7 @@ def start_exporter(
     watch: Watch = "sublayers",
     sample_every: int = 1,
     thresholds: Thresholds | None = None,
+    max_overhead: float | None = 0.01,
     gradients: Which = True,
     scaler: Scaler | None = None,
 ) -> Exporter:
@@ -51,7 +52,10 @@ def start_exporter(
         rank: default `RANK`, as torchrun sets it, else 0.
         watch: "sublayers", "blocks", "all", globs, or `(name, module) -> bool`; see
             `act_exporter.layers.find_taps`.
-        sample_every: look at every n-th step only.
+        sample_every: look at every n-th step only, and never at each fiftieth: the difference is
+            what looking costs.
+        max_overhead: largest share of training time that looking may cost; above it the interval
+            is doubled, and the log says so. None for no limit. A hundredth by default.
         thresholds: when a step breaks a rule; the shipped alert rules fit the defaults.
         gradients: take their norms before clipping; False puts no hook on any parameter. Under DDP
             they are those of all ranks; of parameters that FSDP2 shards they are this rank's part,
@@ -82,6 +86,7 @@ def start_exporter(
         watch=watch,
         sample_every=sample_every,
         thresholds=thresholds or Thresholds(),
+        max_overhead=max_overhead,
         gradients=gradients,
         scaler=scaler,
     )

@@ -69,3 +69,17 @@ def test_long_pauses_between_steps_do_not_count() -> None:
         now += 1
         overhead.step(now, sampled=step % 2 == 0)
     assert overhead.ratio() == pytest.approx(0)
+
+
+def test_one_step_in_fifty_is_left_alone() -> None:
+    overhead = Overhead(None, 1)
+    sampled = []
+    for step in range(200):
+        sampled.append(overhead.samples(1))
+        overhead.step(float(step), sampled[-1])
+    assert sampled.count(False) == 4
+
+
+def test_the_interval_is_kept() -> None:
+    overhead = Overhead(None, 10)
+    assert [overhead.samples(distance) for distance in (9, 10, 11)] == [False, True, True]

@@ -1,0 +1,7 @@
+"""For all tests: models here are tiny, and a barrier between threads costs more than their work."""
+
+from __future__ import annotations
+
+import torch
+
+torch.set_num_threads(1)
