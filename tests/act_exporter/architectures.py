@@ -14,6 +14,8 @@ import transformers
 from torch import nn
 from torch.nn import functional as F
 
+from tests.act_exporter.models import HybridBlock
+
 VOCABULARY = 64
 WIDTH = 32
 
@@ -161,26 +163,8 @@ class Encoder(nn.Module):
         return self.head(self.encoder(self.embed(x)))
 
 
-class UnstableBlock(nn.Module):
-    """Linear attention written out in the block: exponential feature map, norms after the sums."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.qkv_proj = nn.Linear(dim, 3 * dim)
-        nn.init.normal_(self.qkv_proj.weight, std=0.1)
-        self.out_proj = nn.Linear(dim, dim)
-        self.ln1 = nn.LayerNorm(dim)
-        self.ln2 = nn.LayerNorm(dim)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv_proj(x).chunk(3, dim=-1)
-        context = torch.exp(q) @ (torch.exp(k).transpose(-2, -1) @ v)
-        x = self.ln1(x + self.out_proj(context))
-        return self.ln2(x + self.out_proj(F.relu(self.out_proj(x))))
-
-
 class StableBlock(nn.Module):
-    """The same with elu + 1 as its feature map, smaller weights, and norms before the parts."""
+    """`HybridBlock` with elu + 1 as its feature map, smaller weights and norms before the parts."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -234,7 +218,7 @@ ARCHITECTURES = {
         loss=_classes,
     ),
     "unstable": Architecture(
-        build=lambda: Hybrid(UnstableBlock), batch=_vectors(2, 10, 16), loss=_to_one
+        build=lambda: Hybrid(HybridBlock), batch=_vectors(2, 10, 16), loss=_to_one
     ),
     "stable": Architecture(
         build=lambda: Hybrid(StableBlock), batch=_vectors(2, 10, 16), loss=_to_one
