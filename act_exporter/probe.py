@@ -210,10 +210,11 @@ class Probe:
         started = time.perf_counter()
         if x.device != row.device:  # the model was moved since
             row = self._matrix(x.device)[index]
-        statistics.count_call(row)
         limit = self._limits[index]
         if statistics.has_statistics(x) and (limit is None or x.numel() <= limit):
             statistics.add(x, row, self._threshold)
+        else:
+            statistics.count_call(row)
         self.seconds += time.perf_counter() - started
 
     def failed(self, error: Exception) -> None:

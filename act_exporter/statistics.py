@@ -15,6 +15,7 @@ import logging
 import threading
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -48,10 +49,10 @@ _SUMS = slice(Column.CALLS, Column.NEGINF + 1)
 # with longer rows bfloat16 values, rounded the same way each time, come out 4e-6 too small.
 _ROW = 1_024
 
-# Elements that the CPU works on at once: 4 MiB of float32, so that all passes but the first read
+# Rows that the CPU works on at once: 4 MiB of float32, so that all passes but the first read
 # from a cache, no temporary is as large as the tensor, and 32 threads have a share worth waking
 # for.
-_PIECE = 1_024 * _ROW
+_ROWS = 1_024
 
 # Fewer elements than this are summed in float64, which is as fast for so few: the float32 error of
 # one row's sum of squares is up to 2e-7, which is 1e-2 of std where |mean|/std is 300, and only
@@ -117,11 +118,8 @@ def clear(rows: torch.Tensor) -> None:
 
 
 def count_call(row: torch.Tensor) -> None:
-    """Count that the tap's module ran."""
-    if row.is_cpu:
-        row.numpy()[Column.CALLS] += 1  # a third of the time of a tensor's own indexing
-    else:
-        row[Column.CALLS] += 1
+    """Count that the tap's module ran, for a tensor whose elements are not counted."""
+    row[Column.CALLS] += 1
 
 
 def has_statistics(x: torch.Tensor) -> bool:
@@ -151,11 +149,11 @@ def has_statistics(x: torch.Tensor) -> bool:
 
 
 def add(x: torch.Tensor, row: torch.Tensor, exceed_threshold: float) -> None:
-    """Add the elements of `x` to `row`, both on one device, in the fastest way that works there.
+    """Count a call and add the elements of `x` to `row`, in the fastest way that works there.
 
     Args:
         x: what `has_statistics` accepts.
-        row: (COLUMNS,), from `empty_rows`.
+        row: (COLUMNS,), from `empty_rows`, on the same device.
         exceed_threshold: for `Column.EXCEEDED`.
     """
     if x.is_cpu:
@@ -181,7 +179,7 @@ def _add_fused(x: torch.Tensor, row: torch.Tensor, exceed_threshold: float) -> b
 
 
 def add_on_cpu(x: torch.Tensor, row: torch.Tensor, exceed_threshold: float) -> None:
-    """Add the elements of `x` (any shape, on the CPU) to `row` (COLUMNS,).
+    """Count a call and add the elements of `x` (any shape, on the CPU) to `row` (COLUMNS,).
 
     Branches on the values, which costs nothing on a CPU: a piece whose elements are finite and
     below the threshold, as nearly all are, takes three passes; in the others the rows are sorted
@@ -190,6 +188,7 @@ def add_on_cpu(x: torch.Tensor, row: torch.Tensor, exceed_threshold: float) -> N
     """
     flat = in_memory_order(x)
     values = row.numpy()
+    values[Column.CALLS] += 1
     size = flat.numel()
     if size < _FEW or exceed_threshold <= _THRESHOLD_SAFE:
         _add_exactly(flat.double().numpy(), values, exceed_threshold)
@@ -197,27 +196,32 @@ def add_on_cpu(x: torch.Tensor, row: torch.Tensor, exceed_threshold: float) -> N
     if rest := size % _ROW:
         _add_exactly(flat[-rest:].double().numpy(), values, exceed_threshold)
         flat = flat[:-rest]
-    for piece in flat.split(_PIECE) if size > _PIECE else (flat,):
-        _add_rows(piece.view(-1, _ROW), values, exceed_threshold)
+    rows = flat.view(-1, _ROW)
+    for start in range(0, rows.shape[0], _ROWS):
+        _add_rows(rows[start : start + _ROWS], values, exceed_threshold)
 
 
 def _add_rows(x: torch.Tensor, values: Array, threshold: float) -> None:
-    """Add `x` (rows, _ROW), at most `_PIECE` elements, to `values` (COLUMNS,)."""
+    """Add `x` (rows, _ROW), at most `_ROWS` of them, to `values` (COLUMNS,)."""
     wide = x if x.dtype in (torch.float32, torch.float64) else _scratch_like(x).copy_(x)
     low, high = map(float, torch.aminmax(wide))
     absmax = max(-low, high)
     # False where there is a NaN: then both bounds are one.
-    if _BOUNDS_SAFE[0] < absmax <= min(threshold, _BOUNDS_SAFE[1]) or absmax == 0:
-        total = wide.sum(-1).numpy().sum(dtype=np.float64)
-        norms = torch.linalg.vector_norm(wide, dim=-1).numpy()
-        squares = np.square(norms, dtype=np.float64).sum()
-        _add_finite(values, (x.numel(), total, squares, 0), low, high)
-    else:
+    if not (_BOUNDS_SAFE[0] < absmax < _BOUNDS_SAFE[1] or absmax == 0):
         _sort_out(x, wide, values, threshold)
+        return
+    total = wide.sum(-1).numpy().sum(dtype=np.float64)
+    if absmax <= threshold:
+        norms = torch.linalg.vector_norm(wide, dim=-1).numpy()
+        squares, exceeded = np.square(norms, dtype=np.float64).sum(), 0
+    else:
+        by_row = _squares_and_exceeded(wide, threshold)
+        squares, exceeded = (sums.numpy().sum(dtype=np.float64) for sums in by_row)
+    _add_finite(values, (x.numel(), total, squares, exceeded), low, high)
 
 
 def _sort_out(x: torch.Tensor, wide: torch.Tensor, values: Array, threshold: float) -> None:
-    """Add `x` (rows, _ROW), some of whose elements are not finite or beyond the threshold.
+    """Add `x` (rows, _ROW), some of whose elements are not finite or have no square in float32.
 
     Args:
         x: as it came.
@@ -225,26 +229,36 @@ def _sort_out(x: torch.Tensor, wide: torch.Tensor, values: Array, threshold: flo
         values: (COLUMNS,).
         threshold: for `Column.EXCEEDED`.
     """
-    scratch = _scratch_like(wide)  # `wide` itself, maybe: it is not read again once overwritten
-    low, high, total = wide.amin(-1), wide.amax(-1), wide.sum(-1)
-    squares = torch.mul(wide, wide, out=scratch).sum(-1)
-    # A comparison that writes floats, and their sum: a fifth of the time of counting bools.
-    limit = _square_limit(threshold, scratch.dtype)
-    exceeded = torch.gt(scratch, limit, out=scratch).sum(-1)
-    joined: Array = torch.stack([low, high, total, squares, exceeded]).double().numpy()
+    bounds_and_total = wide.amin(-1), wide.amax(-1), wide.sum(-1)
+    by_row = torch.stack([*bounds_and_total, *_squares_and_exceeded(wide, threshold)])
+    joined: Array = by_row.double().numpy()
     low, high, total, squares, exceeded = joined
     # False too for a row with a NaN or an infinity, since its sum of squares is one.
     usual = (squares > _SQUARES_SAFE[0]) & (squares < _SQUARES_SAFE[1])
     usual |= (low == 0) & (high == 0)
     if not usual.all():
         unusual = torch.from_numpy(np.flatnonzero(~usual))
-        for rows in unusual.split(_UNUSUAL_ROWS):
+        for start in range(0, unusual.numel(), _UNUSUAL_ROWS):
+            rows = unusual[start : start + _UNUSUAL_ROWS]
             _add_exactly(x[rows].double().view(-1).numpy(), values, threshold)
-        if not usual.any():
-            return
+    if usual.any():
         low, high, total, squares, exceeded = joined[:, usual]
-    sums = (low.size * _ROW, total.sum(), squares.sum(), exceeded.sum())
-    _add_finite(values, sums, low.min(), high.max())
+        sums = (low.size * _ROW, total.sum(), squares.sum(), exceeded.sum())
+        _add_finite(values, sums, low.min(), high.max())
+
+
+def _squares_and_exceeded(
+    wide: torch.Tensor, threshold: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum of squares and number of elements above `threshold` in each row, both (rows,).
+
+    Overwrites the scratch memory, and so `wide` (rows, _ROW) where it lies there.
+    """
+    scratch = _scratch_like(wide)
+    squares = torch.mul(wide, wide, out=scratch).sum(-1)
+    # A comparison that writes floats, and their sum: a fifth of the time of counting bools.
+    limit = _square_limit(threshold, scratch.dtype)
+    return squares, torch.gt(scratch, limit, out=scratch).sum(-1)
 
 
 def _scratch_like(x: torch.Tensor) -> torch.Tensor:
@@ -257,7 +271,7 @@ def _scratch_like(x: torch.Tensor) -> torch.Tensor:
     scratch: torch.Tensor | None = getattr(_kept, "scratch", None)
     if scratch is None or scratch.dtype is not dtype:
         with torch.inference_mode(False):
-            scratch = torch.empty(_PIECE // _ROW, _ROW, dtype=dtype, device="cpu")
+            scratch = torch.empty(_ROWS, _ROW, dtype=dtype, device="cpu")
         _kept.scratch = scratch
     return scratch[: x.shape[0]]
 
@@ -277,8 +291,8 @@ def _add_exactly(x: Array, values: Array, threshold: float) -> None:
         _add_finite(values, sums, x.min(), x.max())
 
 
-def _add_finite(values: Array, sums: tuple[float, ...], low: float, high: float) -> None:
-    """Add finite elements: their count, sum, sum of squares and exceeding ones, minimum, maximum."""
+def _add_finite(values: Array, sums: tuple[Any, ...], low: float, high: float) -> None:
+    """Add finite elements, of which `sums` are count, sum, sum of squares, and those exceeding."""
     values[Column.COUNT : Column.EXCEEDED + 1] += sums
     values[Column.MIN] = min(values[Column.MIN], low)
     values[Column.MAX] = max(values[Column.MAX], high)
@@ -311,10 +325,11 @@ def below(threshold: float) -> float:
 
 
 def add_on_device(x: torch.Tensor, row: torch.Tensor, exceed_threshold: float) -> None:
-    """Add the elements of `x` to `row` on their own device, never waiting for a value.
+    """Count a call and add the elements of `x` to `row` on their own device, never waiting for it.
 
     Works on the CPU too, where the tests hold it to the same references.
     """
+    count_call(row)
     flat = in_memory_order(x)
     for start in range(0, flat.numel(), _DEVICE_PIECE):
         piece = flat[start : start + _DEVICE_PIECE]

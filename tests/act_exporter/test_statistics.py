@@ -259,6 +259,7 @@ class AddContract:
         for way in self.ways:
             rows = row_of(way, first.to(self.device), second.to(self.device))
             assert_right(rows, torch.cat([first, second]))
+            assert rows[0, Column.CALLS] == 2
 
     def test_the_same_tensor_gives_the_same_bits(self) -> None:
         x = torch.randn(self.large).to(self.device)
