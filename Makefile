@@ -6,6 +6,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# Half of the suite waits for servers. A file stays with one worker, which shares what it sets up.
+WORKERS := --numprocesses=auto --maxprocesses=4 --dist=loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help setup servers demo test bench lint fmt clean
@@ -28,7 +30,7 @@ demo: setup ## fault, alert, rollback, on real servers (about a minute); ARGS=--
 	@$(BIN)/python -m deploy.demo $(ARGS)
 
 test: setup ## all tests, those with real servers included; ARGS='-k words' chooses
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
 bench: $(INSTALLED) ## what looking costs, side by side; writes build/bench (ten minutes)
 	$(BIN)/python -m tests.benchmarks.probe $(ARGS)
