@@ -19,16 +19,15 @@ from act_exporter.gradients import Gradients, Scaler, Which
 from act_exporter.history import History, Layers, Thresholds
 from act_exporter.layers import Watch, find_taps
 from act_exporter.overhead import Overhead
-from act_exporter.probe import Probe
+from act_exporter.probe import Probe, Sample
 from act_exporter.server import MetricsServer
+from act_exporter.silence import Silence
+from act_exporter.statistics import Column
 from act_exporter.steps import Steps
 
 log = logging.getLogger(__name__)
 
 _STAGES = ("hook", "step", "record", "gradient", "server", "scrape", "silent")
-
-# Hooks that never run look like health. One step may be a phase without the model; five are not.
-_SILENT_STEPS = 5
 
 
 class Exporter:
@@ -70,7 +69,7 @@ class Exporter:
         self._logged: set[tuple[str, type[Exception], str]] = set()
         self._overhead = Overhead(max_overhead, sample_every)
         self._sampled = 0  # the last sampled step
-        self._silent = 0  # sampled steps in a row in which no watched layer ran
+        self._silence = Silence(taps)
         self._standing = True  # nothing was trained since the run's step was set
         self._training = Training(finished_at=time.time(), sample_every=sample_every)
         self._layers: Layers | None = None
@@ -140,7 +139,7 @@ class Exporter:
         """
         try:
             self._steps.set(step)
-            if self._standing and not self._probe.forwards:
+            if self._standing and self._probe.idle:
                 self._training = dataclasses.replace(self._training, step=step)
                 self._sampled = step
             else:
@@ -244,6 +243,8 @@ class Exporter:
                 self._sampled = step
                 self._probe.take(step)
                 self._gradients.take(step)
+            else:
+                self._probe.skip()
         except Exception as error:
             self._count_error("step", error)
         self._take_in()
@@ -276,7 +277,7 @@ class Exporter:
                 known = {} if rate is None else {"learning_rate": rate}
                 values = {**self._training.values, **sample.values, **known}
                 self._training = dataclasses.replace(self._training, values=values)
-                self._notice_silence(sample.calls == 0)
+                self._notice_silence(sample)
             # After the samples, which bring the loss scale.
             for norms in self._gradients.arrived(self._training.values.get("loss_scale")):
                 self._training = dataclasses.replace(
@@ -287,17 +288,10 @@ class Exporter:
         except Exception as error:
             self._count_error("step", error)
 
-    def _notice_silence(self, silent: bool) -> None:
-        self._silent = self._silent + 1 if silent else 0
-        if self._silent == _SILENT_STEPS:
-            self._count_error(
-                "silent",
-                RuntimeError(
-                    f"no watched layer ran in training mode in {_SILENT_STEPS} steps. Start the"
-                    " exporter on the module that is called, before its first compiled call."
-                ),
-                "no statistics",
-            )
+    def _notice_silence(self, sample: Sample) -> None:
+        wrong = self._silence.observe(sample.rows[:, Column.CALLS])
+        if wrong is not None:
+            self._count_error("silent", RuntimeError(wrong), "no statistics")
 
     def _render(self, accept: str) -> tuple[bytes, str]:
         try:

@@ -21,8 +21,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from act_exporter.exceptions import SettingError
+from act_exporter.graphs import capturing
 from act_exporter.layers import Tap
-from act_exporter.norms import Norms, Pending, Shards, captured, elements, find_shards, norms_of
+from act_exporter.norms import Norms, Pending, Shards, elements, find_shards, norms_of
 
 # Modules that join a model in training are looked for this often, in sampled steps: the walk over
 # all modules costs a third of what the norms of a small model cost.
@@ -258,6 +259,8 @@ class Gradients:
 
     def _read(self) -> Pending | None:
         """Queue one norm a gradient; nothing here waits for a device."""
+        if capturing():
+            return None  # replays call nobody, so nobody would read them
         gradients = [
             parameter.grad if (parameter := known()) is not None else None
             for known in self._parameters
@@ -276,7 +279,7 @@ class Gradients:
             places.append(place)
             tensors.append(local)
         groups += [(places, norms_of(tensors)) for places, tensors in alike.values()]
-        if not groups or any(captured(norms) for _, norms in groups):
+        if not groups:
             return None
         scale = None
         if self._scaler is not None and self._scaler.is_enabled():

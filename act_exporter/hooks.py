@@ -9,7 +9,7 @@ compiler may hand the operator copies of what it writes to, so nothing is known 
 
 Not seen, on purpose and without an error: forwards under vmap, func.grad and their like, forwards
 outside training (evaluation, no_grad, inference mode), recomputation inside backward, programs that
-are exported or traced, and copies of a watched model.
+are exported or traced, fake tensors, and copies of a watched model.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ def _define_operators() -> Any:
         # Writes to the flag in name only: an operator without an effect is optimised away.
         ("failed(Tensor(a!) flag, Tensor key, str what) -> ()", _failed_in_trace),
     ):
-        name = library.define(schema)
+        # Called between the CUDA graphs that a compiler makes, not inside one, where neither the
+        # flag nor the key could be looked at.
+        name = library.define(schema, tags=(torch.Tag.cudagraph_unsafe,))
         library.impl(name, run, "CompositeExplicitAutograd")
         # Under vmap, func.grad and their like a tensor stands for many, or for a value and its
         # derivative: it is skipped, eager and compiled alike, before a transform can refuse it.
@@ -107,6 +109,15 @@ def _in_backward() -> bool:
     return task is not None and task() != -1
 
 
+def _on_fake_tensors() -> bool:
+    """Whether only shapes are being found out (FakeTensorMode): no operator mixes with those."""
+    modes: Any = torch._C
+    try:
+        return modes._get_dispatch_mode(modes._TorchDispatchModeKey.FAKE) is not None
+    except AttributeError:  # private: may go away
+        return False
+
+
 def _begin(flag: torch.Tensor, key: torch.Tensor, training: bool) -> None:
     try:
         # Inside reentrant checkpointing gradients are off, in an evaluation too: only the root
@@ -139,7 +150,7 @@ def _tell(key: torch.Tensor, error: Exception) -> None:
     """Tell the key's observer what went wrong; that this may go wrong too changes nothing."""
     with contextlib.suppress(Exception):
         observer = _OBSERVERS.get(int(key[0]))
-        if observer is not None:
+        if observer is not None and not _on_fake_tensors():
             observer.failed(error)
 
 

@@ -32,6 +32,12 @@ _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _ATTENTION = re.compile(r"attn|attention|mixer", re.IGNORECASE)  # or what stands in its place
 _NORM = re.compile(r"norm|^ln", re.IGNORECASE)
 
+# What makes an attention's query or key, or norms it: q_proj, wq, to_q, query, q_lin, q_norm, ...
+_QUERY_OR_KEY = re.compile(
+    r"(?:to_|linear_|norm_|w)?(?:(?P<query>q|query)|k|key)"
+    r"(?:_?(?:proj|lin|linear|norm|layernorm|ln))?"
+)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tap:
@@ -58,10 +64,10 @@ def find_taps(model: nn.Module, watch: Watch = "sublayers") -> list[Tap]:
 
     Args:
         model: the model, wrapped (DDP, FSDP, torch.compile) or not.
-        watch: "sublayers" (each block's output and the ins and outs of its attention and feed-
-            forward projections, embedding, final norm, logits), "blocks" (block outputs), "all"
-            (each module's output), one or more globs over module names, or a function
-            `(name, module) -> bool`.
+        watch: "sublayers" (each block's output, the ins and outs of its attention and feed-forward
+            projections, query and key where they have modules of their own; embedding, final norm,
+            logits), "blocks" (block outputs), "all" (each module's output), one or more globs over
+            module names, or a function `(name, module) -> bool`.
 
     Raises:
         NothingToWatchError: nothing in the model is selected.
@@ -69,7 +75,7 @@ def find_taps(model: nn.Module, watch: Watch = "sublayers") -> list[Tap]:
     """
     modules = dict(_named_modules(model))
     if watch == "sublayers":
-        taps = list(_sublayers(modules))
+        taps = list(_sublayers(_without_adapters(modules)))
     elif watch == "blocks":
         taps = [tap for block in _blocks(modules) for tap in _output(block, modules)]
     else:
@@ -109,7 +115,9 @@ def _named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in root.named_modules():
         clean = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
         scripted = isinstance(module, torch.jit.ScriptModule)
-        if name and name.rsplit(".", 1)[-1] not in _WRAPPERS and not scripted:
+        parts = name.split(".")
+        # What computes a weight (torch.nn.utils.parametrize) puts out no activations.
+        if name and parts[-1] not in _WRAPPERS and "parametrizations" not in parts and not scripted:
             yield clean, module
 
 
@@ -124,6 +132,17 @@ def _unwrapped(module: nn.Module) -> nn.Module:
         module = inner
 
 
+def _without_adapters(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """All but what lies inside a layer, an adapter's low-rank matrices for one."""
+    kept: dict[str, nn.Module] = {}
+    layer = ""
+    for name, module in modules.items():  # a module before its parts
+        if not layer or not name.startswith(f"{layer}."):
+            kept[name] = module
+            layer = name if _is_leaf(module) else ""
+    return kept
+
+
 def _tap(
     name: str,
     side: Side,
@@ -136,7 +155,9 @@ def _tap(
 
 
 def _is_leaf(module: nn.Module) -> bool:
-    return next(module.children(), None) is None
+    """Whether it is not taken apart: one layer, with the adapter (LoRA and its like) around it."""
+    bare = all(name == "parametrizations" for name, _ in module.named_children())
+    return bare or _ndim(getattr(_adapted(module), "weight", None)) >= 2
 
 
 def _is_called(module: nn.Module) -> bool:
@@ -150,12 +171,19 @@ def _is_projection(module: nn.Module) -> bool:
     """Whether it multiplies by a matrix or convolves; an embedding only looks up."""
     if isinstance(module, nn.MultiheadAttention) or _is_fused_mixture(module):
         return True
+    layer = _adapted(module)
     return (
         _is_leaf(module)
         and _is_called(module)
-        and not isinstance(module, nn.Embedding | nn.EmbeddingBag)
-        and _ndim(getattr(module, "weight", None)) >= 2
+        and not isinstance(layer, nn.Embedding | nn.EmbeddingBag)
+        and _ndim(getattr(layer, "weight", None)) >= 2
     )
+
+
+def _adapted(module: nn.Module) -> nn.Module:
+    """The layer that an adapter was put around as peft does it; another module is that itself."""
+    base = getattr(module, "base_layer", None)
+    return base if isinstance(base, nn.Module) else module
 
 
 def _is_fused_mixture(module: nn.Module) -> bool:
@@ -253,6 +281,7 @@ def _inside(block: str, modules: dict[str, nn.Module]) -> Iterator[Tap]:
     rest = projections
     for attention in attentions:
         yield _tap(attention, "input", modules, block)
+        yield from _query_and_key(attention, block, modules)
         own = [name for name in projections if f"{name}.".startswith(f"{attention}.")]
         yield from _both(own[-1:], modules, block)
         rest = [name for name in rest if name not in own]
@@ -275,6 +304,21 @@ def _attentions(block: str, inside: list[str], modules: dict[str, nn.Module]) ->
     ]
     outer = tuple(f"{name}." for name in found)
     return [name for name in found if not name.startswith(outer)]
+
+
+def _query_and_key(attention: str, block: str, modules: dict[str, nn.Module]) -> list[Tap]:
+    """Outputs that the attention's logits are products of: after their norms, if they have any."""
+    found: dict[bool, str] = {}
+    for name, module in modules.items():
+        match = _QUERY_OR_KEY.fullmatch(name.rpartition(".")[2])
+        if match is None or not name.startswith(f"{attention}.") or not _is_called(module):
+            continue
+        is_query = match["query"] is not None
+        if is_query not in found or _NORM.search(type(module).__name__):
+            found[is_query] = name
+    # One alone bounds nothing.
+    both = found.values() if len(found) == 2 else ()
+    return [_tap(name, "output", modules, block) for name in both]
 
 
 def _mixture(block: str, name: str, modules: dict[str, nn.Module]) -> str | None:

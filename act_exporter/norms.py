@@ -112,11 +112,6 @@ def norms_of(tensors: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack(torch._foreach_norm(tensors, 2.0, dtype=dtype))
 
 
-def captured(norms: torch.Tensor) -> bool:
-    """Whether this is going into a CUDA graph, whose replays call nobody."""
-    return norms.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
 @dataclass(frozen=True, slots=True)
 class Shards:
     """The parameters that are spread over one mesh of ranks.

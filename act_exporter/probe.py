@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from act_exporter import statistics
+from act_exporter.graphs import capturing
 from act_exporter.hooks import (
     BeginHook,
     EndHook,
@@ -21,7 +22,7 @@ from act_exporter.hooks import (
     remove_observer,
 )
 from act_exporter.layers import Tap
-from act_exporter.statistics import Array, Column
+from act_exporter.statistics import Array
 from act_exporter.transfer import to_host
 
 # A step that gathers this many times as many forwards as any step before it, and at least so many,
@@ -51,11 +52,6 @@ class Sample:
     step: int
     rows: Array
     values: dict[str, float]
-
-    @property
-    def calls(self) -> int:
-        """How often watched modules ran."""
-        return int(self.rows[:, Column.CALLS].sum())
 
 
 @dataclass(slots=True)
@@ -109,6 +105,7 @@ class Probe:
         self.seconds = 0.0  # spent in the operator, on the host
         self.forwards = 0  # of the root in training since the last step
         self._usual_forwards = 0  # the most that a step had
+        self._captured = False  # whether a CUDA graph gathers at each of its replays
         self._threshold = exceed_threshold
         self._limits = [tap.limit for tap in taps]
         self._on_stuck = on_stuck
@@ -142,8 +139,18 @@ class Probe:
             handle = tap.module.register_forward_pre_hook(hook, with_kwargs=True)
         self._handles.append(handle)
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing was trained since the last step; a graph that replays hides that."""
+        return not self.forwards and not self._captured
+
     def record(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Keep scalars for the next sample; those on a device are read with it, not here."""
+        """Keep scalars for the next sample; those on a device are read with it, not here.
+
+        Inside a graph that is being captured nothing is kept: its tensors have no values yet.
+        """
+        if capturing():
+            return
         for name, value in values.items():
             if value.numel() != 1:
                 raise ValueError(f"{name} has {value.numel()} elements, not one")
@@ -165,6 +172,11 @@ class Probe:
             copy.packed.append((to_host(packed, copy.events), list(values)))
             statistics.clear(matrix)
         self._copies.append(copy)
+
+    def skip(self) -> None:
+        """A step that is not sampled has ended: what a CUDA graph gathered in it does not count."""
+        if self._captured:
+            self._clear()
 
     def end_step(self) -> None:
         """A step has ended, sampled or not: what it had of forwards is usual."""
@@ -195,6 +207,9 @@ class Probe:
         """A forward of the root in training begins."""
         if self.paused:
             return
+        if capturing():
+            self._captured = True
+            return
         usual = self._usual_forwards
         limit = max(_STUCK_FACTOR * usual, _STUCK_FORWARDS) if usual else _STUCK_AT_FIRST
         if self.forwards >= limit:
@@ -205,7 +220,7 @@ class Probe:
 
     def observe(self, x: torch.Tensor, row: torch.Tensor, index: int) -> None:
         """The tap number `index` saw `x`."""
-        if self.paused or not self.sampling:
+        if self.paused or not (self.sampling or capturing()):
             return
         started = time.perf_counter()
         if x.device != row.device:  # the model was moved since

@@ -20,6 +20,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from act_exporter.graphs import capturing
+
 
 class Steps:
     """Counts the steps of one model's optimizers and sees their learning rate.
@@ -79,7 +81,7 @@ class Steps:
             if id(optimizer) not in self._begun:
                 return
             self._begun.discard(id(optimizer))
-            if self.paused or not self._owns(optimizer):
+            if self.paused or capturing() or not self._owns(optimizer):
                 return
             self.learning_rate = _learning_rate(optimizer)
             if self.explicit:

@@ -45,9 +45,11 @@ def repeated(block: str, count: int, parts: Callable[[str], list[str]]) -> list[
     return [tap for name in names for tap in [*parts(name), f"{name} output"]]
 
 
-def decoder(feed_forward: str) -> Callable[[str], list[str]]:
+def decoder(feed_forward: str, query_and_key: str) -> Callable[[str], list[str]]:
     return lambda name: [
         f"{name}.self_attn input",
+        f"{name}.self_attn.q_{query_and_key} output",
+        f"{name}.self_attn.k_{query_and_key} output",
         *both(f"{name}.self_attn.o_proj"),
         *both(f"{name}.{feed_forward}"),
     ]
@@ -58,10 +60,10 @@ def convolutions(name: str) -> list[str]:
     return [*both(f"{name}.conv1"), *both(f"{name}.conv2"), *shortcut]
 
 
-def llama_like(feed_forward: str) -> list[str]:
+def llama_like(feed_forward: str, query_and_key: str = "proj") -> list[str]:
     return [
         "model.embed_tokens output",
-        *repeated("model.layers.{}", 2, decoder(feed_forward)),
+        *repeated("model.layers.{}", 2, decoder(feed_forward, query_and_key)),
         "model.norm output",
         "lm_head output",
     ]
@@ -88,7 +90,7 @@ WATCHED = {
     ],
     "llama": llama_like("mlp.down_proj"),
     "mixtral": llama_like("mlp"),
-    "qwen3": llama_like("mlp.down_proj"),
+    "qwen3": llama_like("mlp.down_proj", query_and_key="norm"),
     "bert": [
         "bert.embeddings.word_embeddings output",
         *repeated(
@@ -96,6 +98,8 @@ WATCHED = {
             2,
             lambda name: [
                 f"{name}.attention input",
+                f"{name}.attention.self.query output",
+                f"{name}.attention.self.key output",
                 *both(f"{name}.attention.output.dense"),
                 *both(f"{name}.output.dense"),
             ],
@@ -111,6 +115,8 @@ WATCHED = {
             2,
             lambda name: [
                 f"{name}.layer.0.SelfAttention input",
+                f"{name}.layer.0.SelfAttention.q output",
+                f"{name}.layer.0.SelfAttention.k output",
                 *both(f"{name}.layer.0.SelfAttention.o"),
                 *both(f"{name}.layer.1.DenseReluDense.wo"),
             ],
@@ -120,8 +126,12 @@ WATCHED = {
             2,
             lambda name: [
                 f"{name}.layer.0.SelfAttention input",
+                f"{name}.layer.0.SelfAttention.q output",
+                f"{name}.layer.0.SelfAttention.k output",
                 *both(f"{name}.layer.0.SelfAttention.o"),
                 f"{name}.layer.1.EncDecAttention input",
+                f"{name}.layer.1.EncDecAttention.q output",
+                f"{name}.layer.1.EncDecAttention.k output",
                 *both(f"{name}.layer.1.EncDecAttention.o"),
                 *both(f"{name}.layer.2.DenseReluDense.wo"),
             ],
@@ -169,8 +179,10 @@ def names(model: nn.Module, watch: str = "sublayers") -> list[str]:
 
 class TestWhatIsWatched:
     def test_one_block_written_out(self) -> None:
-        assert names(build(ARCHITECTURES["mixtral"]))[1:7] == [
+        assert names(build(ARCHITECTURES["mixtral"]))[1:9] == [
             "model.layers.0.self_attn input",
+            "model.layers.0.self_attn.q_proj output",
+            "model.layers.0.self_attn.k_proj output",
             "model.layers.0.self_attn.o_proj input",
             "model.layers.0.self_attn.o_proj output",
             "model.layers.0.mlp input",

@@ -35,6 +35,10 @@ MODULES = (
     "collector",
     "gradients",
     "norms",
+    "silence",
+    "overhead",
+    "graphs",
+    "transfer",
 )
 
 # Not called between the first forward and the last step of a run: where a fault in them is
@@ -84,6 +88,8 @@ FOR_THE_GUARD = {
     "exporter.Exporter.reset",
     "exporter.Exporter.state_dict",
     "exporter.Exporter.step",
+    "overhead.Overhead.pause",
+    "probe.Probe.idle",
 }
 
 # What holds the fault itself, and is nothing else: see `test_a_boundary_is_one_try`.
@@ -100,6 +106,7 @@ BOUNDARIES = {
 
 # What tells of a fault: broken together with something that there is to tell of.
 REPORTERS = {
+    "hooks._on_fake_tensors",
     "probe.Probe.failed",
     "gradients.Gradients.failed",
     "gradients._Trigger._tell",
@@ -124,7 +131,12 @@ ELSEWHERE = {
     "norms._holders",  # of a model that is spread over ranks
     "norms.Shards.norms",
     "probe.Probe._clear",  # for the guard, and where copies do not arrive
+    "probe.Probe.skip",  # in a step that is not sampled
     "statistics._add_fused",
+    "silence.Silence._nothing_ran",
+    "silence.Silence._some_did_not",
+    "overhead.Overhead._exceeded",
+    "overhead._error",
 }
 
 # Called on an accelerator, or of tensors that this model has not; here the CPU takes the same way.

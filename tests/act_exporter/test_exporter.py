@@ -263,6 +263,16 @@ class TestTraining:
         assert value(exporter, "act_errors_total", stage="silent") == 1
         assert caplog.text.count("no watched layer ran") == 1
 
+    def test_one_layer_whose_hooks_are_silent_is_counted_and_named(
+        self, model: nn.Module, exporter: Exporter, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """A layer is put in another's place: what was watched never runs again."""
+        train(model, 2)
+        model.norm = nn.LayerNorm(16)
+        train(model, 120)
+        assert value(exporter, "act_errors_total", stage="silent") == 1
+        assert "norm did not run in 100 sampled steps" in caplog.text
+
     def test_a_compiled_optimizer_step_compiles_nothing_of_ours(self, model: nn.Module) -> None:
         torch._dynamo.reset()
         with start_exporter(model, 0, thresholds=QUICK) as exporter:

@@ -122,6 +122,43 @@ class TestSublayers:
         ]
         assert names(model, watch="blocks") == ["layers.0.1 output", "layers.1.1 output"]
 
+    def test_a_weight_that_is_computed_makes_a_projection_too(self) -> None:
+        """weight_norm puts modules inside the layer; they put out weights, not activations."""
+        model = gpt()
+        for module in list(model.modules()):
+            if isinstance(module, nn.Linear):
+                nn.utils.parametrizations.weight_norm(module)
+        assert names(model) == EXPECTED
+        assert not [name for name in names(model, watch="all") if "parametrizations" in name]
+
+    def test_a_layer_with_an_adapter_stays_one_layer(self) -> None:
+        """As peft wraps one, and as one with a weight of its own has it inside."""
+
+        class Wrapped(nn.Module):
+            def __init__(self, base_layer: nn.Linear) -> None:
+                super().__init__()
+                self.base_layer = base_layer
+                self.lora_A = nn.ModuleDict({"default": nn.Linear(base_layer.in_features, 2)})
+                self.lora_B = nn.ModuleDict({"default": nn.Linear(2, base_layer.out_features)})
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                out: torch.Tensor = self.base_layer(x)
+                return out + self.lora_B["default"](self.lora_A["default"](x))
+
+        class Inside(nn.Linear):
+            def __init__(self, base_layer: nn.Linear) -> None:
+                super().__init__(base_layer.in_features, base_layer.out_features)
+                self.lora_a = nn.Linear(base_layer.in_features, 2, bias=False)
+                self.lora_b = nn.Linear(2, base_layer.out_features, bias=False)
+
+        for adapter in (Wrapped, Inside):
+            model = gpt()
+            for block in model.blocks:
+                block.attn.proj = adapter(block.attn.proj)
+                block.mlp.down = adapter(block.mlp.down)
+            model.head = adapter(model.head)
+            assert names(model) == EXPECTED
+
     def test_an_attention_inside_an_attention_is_its_projection(self) -> None:
         class Layer(nn.Module):
             def __init__(self) -> None:

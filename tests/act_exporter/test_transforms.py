@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -46,6 +47,17 @@ class TestFunctional:
         torch.func.functional_call(model, parameters, torch.ones(2, 3))
         assert set(watched.calls().values()) == {1}
         assert watched.errors == []
+
+    def test_fake_tensors_have_nothing_to_be_seen(self) -> None:
+        """Planners run a model on them to learn shapes and memory."""
+        model = self.mlp()
+        watched = Watched(model)
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            out = model(mode.from_tensor(torch.ones(2, 3)))
+        assert out.shape == (2, 1)
+        assert watched.errors == []
+        model(torch.ones(2, 3))
+        assert set(watched.calls().values()) == {1}
 
     @pytest.mark.parametrize("compiled", [False, True])
     @pytest.mark.parametrize("transform", ["grad", "vmap", "per sample", "jvp", "jacrev"])

@@ -136,3 +136,37 @@ def test_compiled_for_the_device(model: GPT) -> None:
     (sample,) = watched.probe.arrived()
     assert set(sample.rows[:, Column.CALLS].tolist()) == {2}
     assert watched.errors == []
+
+
+def test_a_graph_that_is_captured_by_hand_is_seen_at_each_replay(model: GPT) -> None:
+    watched = Watched(model, "norm")
+    batch = tokens()
+    model(batch)  # memory is reserved and kernels are compiled
+    watched.probe.forget()
+    watched.probe.sampling = False
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        model(batch)
+    for _ in range(3):
+        graph.replay()
+    watched.probe.take(1)
+    torch.cuda.synchronize()
+    (sample,) = watched.probe.arrived()
+    assert sample.rows[:, Column.CALLS].tolist() == [3]
+    assert watched.errors == []
+
+
+def test_graphs_that_a_compiler_makes_can_be_sampled_or_not(model: GPT) -> None:
+    torch._dynamo.reset()
+    watched = Watched(model)
+    compiled = torch.compile(model, mode="reduce-overhead")
+    batch = tokens()
+    for number in range(10):
+        watched.probe.sampling = number % 2 == 0
+        torch.compiler.cudagraph_mark_step_begin()
+        compiled(batch).sum().backward()
+    watched.probe.take(1)
+    torch.cuda.synchronize()
+    (sample,) = watched.probe.arrived()
+    assert set(sample.rows[:, Column.CALLS].tolist()) == {5}
+    assert watched.errors == []
