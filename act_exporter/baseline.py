@@ -73,6 +73,12 @@ class Baseline:
         if full.size:
             self._judge(full)
 
+    def set(self, values: dict[int, float]) -> None:
+        """Take over values that were settled elsewhere, by tap; they stay until `clear`."""
+        for tap, value in values.items():
+            self.values[tap] = value
+            self._rate_learnt[tap] = np.nan
+
     def clear(self) -> None:
         """Forget the baselines and learn them anew."""
         self.values[:] = np.nan

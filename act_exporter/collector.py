@@ -6,6 +6,7 @@ are put together once and cached. All other families go through client_python.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -15,9 +16,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from act_exporter.diagnosis import VERDICTS, Verdict
 from act_exporter.history import NONFINITE_KINDS, RULES, Layers, Thresholds
 from act_exporter.layers import Tap
+from act_exporter.memory import device_memory
 from act_exporter.statistics import Array
+from act_exporter.training import SIGNALS, Signal
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +101,24 @@ FAMILIES = (
         ("rule", RULES),
     ),
     Family(
+        "act_layer_absmax_growth_ratio",
+        "Relative growth of absmax a sampled step, over the last 100.",
+        lambda layers: layers.growth,
+    ),
+    Family(
+        "act_layer_depth", "Place in the order of execution, from 0.", lambda layers: layers.depth
+    ),
+    Family(
+        "act_layer_depth_jump_ratio",
+        "Peak over baseline, against the same place in the blocks before; 1 in health.",
+        lambda layers: layers.jump_ratio(),
+    ),
+    Family(
+        "act_layer_headroom_ratio",
+        "Peak over the largest number that the tensor's dtype has; 1 is the end.",
+        lambda layers: layers.headroom,
+    ),
+    Family(
         "act_layer_calls_total",
         "Times that the module ran in sampled training forwards.",
         lambda layers: layers.calls,
@@ -110,21 +132,33 @@ class LayerPage:
     Args:
         taps: the taps, in the order of the snapshots' columns.
         labels: labels of every sample.
+        max_series: how many series there may be; of more taps the most nested ones are left out,
+            a mixture's experts before its blocks. None for no limit.
     """
 
-    def __init__(self, taps: Sequence[Tap], labels: dict[str, str]) -> None:
+    def __init__(
+        self, taps: Sequence[Tap], labels: dict[str, str], max_series: int | None = None
+    ) -> None:
+        each = sum(len(_more_labels(family)) for family in FAMILIES)
+        most = len(taps) if max_series is None else max_series // each
+        ranked = sorted(range(len(taps)), key=lambda index: (_nesting(taps[index]), index))
+        self._kept = sorted(ranked[:most])
+        kept = [taps[index] for index in self._kept]
+        self.dropped = [taps[index] for index in sorted(ranked[most:])]
+        """Taps that are judged in the trainer but not on the page."""
+        self.series = each * len(kept)
+        """How many series there are at most."""
+        self.series_dropped = each * len(self.dropped)
         self._prefixes = {
             family.name: [
                 [
                     _series(family.name, {**labels, "layer": tap.layer, "tensor": tap.tensor}, more)
-                    for tap in taps
+                    for tap in kept
                 ]
                 for more in _more_labels(family)
             ]
             for family in FAMILIES
         }
-        self.series = sum(len(row) for rows in self._prefixes.values() for row in rows)
-        """How many series there are at most."""
 
     def render(self, layers: Layers, openmetrics: bool) -> str:
         """The exposition text, with no end mark; series without a value are left out."""
@@ -133,7 +167,7 @@ class LayerPage:
             # OpenMetrics names a counter's family without the suffix that its samples have.
             name = family.name.removesuffix("_total") if openmetrics else family.name
             lines.append(f"# HELP {name} {family.help}\n# TYPE {name} {family.kind}\n")
-            values = np.atleast_2d(family.value(layers))
+            values = np.atleast_2d(family.value(layers))[:, self._kept]
             for prefixes, row in zip(self._prefixes[family.name], values.tolist(), strict=True):
                 lines += [
                     f"{prefix}{value!r}\n"
@@ -141,6 +175,11 @@ class LayerPage:
                     if value == value
                 ]
         return "".join(lines)
+
+
+def _nesting(tap: Tap) -> int:
+    """How many lists the layer lies in: a block is in one, its expert in two."""
+    return sum(part.isdecimal() for part in tap.layer.split("."))
 
 
 def _more_labels(family: Family) -> list[dict[str, str]]:
@@ -171,7 +210,10 @@ class Training:
             started, so that a run which hangs there is seen as well.
         generation: 0, and one more with each rollback.
         values: what is known of "loss", "grad_norm", "learning_rate" and "loss_scale".
+        signals: history of "loss" and "grad_norm", once there is one.
         gradients: watched layer to the norm of its gradient.
+        layers: all taps as of the last sampled step.
+        verdict: the diagnosis in force.
         probe_seconds: spent on statistics, on the host.
         overhead: share of training time that looking costs, or None while it is not known.
         sample_every: the interval in force, in steps.
@@ -182,7 +224,10 @@ class Training:
     finished_at: float = 0.0
     generation: int = 0
     values: dict[str, float] = field(default_factory=dict)
+    signals: dict[str, Signal] = field(default_factory=dict)
     gradients: dict[str, float] = field(default_factory=dict)
+    layers: Layers | None = None
+    verdict: Verdict | None = None
     probe_seconds: float = 0.0
     overhead: float | None = None
     sample_every: int = 1
@@ -199,6 +244,18 @@ _VALUE_HELP = {
 }
 
 
+_SIGNAL_HELP = {
+    "peak": "Largest value of the last peak_seconds (120)",
+    "window_mean": "Mean of the last window (500) calm values",
+    "window_std": "Standard deviation of the same",
+}
+
+_BOUND_HELP = {
+    "act_attention_logit_bound": "No attention logit of the last sampled step was beyond this.",
+    "act_attention_logit_bound_baseline": "Median of the bound, once training had settled.",
+}
+
+
 class TrainingCollector(Collector):
     """The families of the run and of the exporter itself, for client_python.
 
@@ -207,6 +264,8 @@ class TrainingCollector(Collector):
         training: gives the newest `Training`.
         errors: stage to number of errors.
         facts: what does not change.
+        series_dropped: layer series that had no place on the page.
+        scrape_seconds: how long the last scrape took.
     """
 
     def __init__(
@@ -215,11 +274,15 @@ class TrainingCollector(Collector):
         training: Callable[[], Training],
         errors: dict[str, int],
         facts: Sequence[Fact],
+        series_dropped: int,
+        scrape_seconds: Callable[[], float | None],
     ) -> None:
         self._labels = labels
         self._training = training
         self._errors = errors
         self._facts = facts
+        self._series_dropped = series_dropped
+        self._scrape_seconds = scrape_seconds
 
     def collect(self) -> Iterator[Metric]:
         """All families, with a value or without."""
@@ -233,6 +296,8 @@ class TrainingCollector(Collector):
         )
         for name, text in _VALUE_HELP.items():
             yield self._gauge(f"act_{name}", text, now.values.get(name))
+        for name in SIGNALS:
+            yield from self._signal(name, now.signals.get(name))
         # Not with the layer families: one series a layer, and NaN is a value here, not an absence.
         yield self._gauges(
             "act_layer_grad_norm",
@@ -240,6 +305,8 @@ class TrainingCollector(Collector):
             "layer",
             now.gradients,
         )
+        yield from self._judgements(now)
+        yield from self._memory()
         yield self._gauge(
             "act_overhead_ratio", "Share of training time that looking costs.", now.overhead
         )
@@ -256,8 +323,65 @@ class TrainingCollector(Collector):
             {"": now.probe_seconds},
         )
         yield self._counter(
+            "act_series_dropped",
+            "Series that had no place on this page.",
+            {"layer": self._series_dropped},
+            "family",
+        )
+        yield self._gauge(
+            "act_scrape_duration_seconds",
+            "Time that rendering this page took at the scrape before.",
+            self._scrape_seconds(),
+        )
+        yield self._counter(
             "act_errors", "Errors inside the exporter, by stage.", self._errors, "stage"
         )
+
+    def _signal(self, name: str, signal: Signal | None) -> Iterator[Metric]:
+        for part, text in _SIGNAL_HELP.items():
+            value = getattr(signal, part, math.nan)
+            known = None if math.isnan(value) else value
+            yield self._gauge(f"act_{name}_{part}", f"{text} of act_{name}.", known)
+        yield self._counter(
+            f"act_{name}_nonfinite",
+            f"Sampled steps in which act_{name} was NaN or infinite.",
+            {"": signal.nonfinite if signal is not None else 0},
+        )
+
+    def _judgements(self, now: Training) -> Iterator[Metric]:
+        onset = now.layers.onset if now.layers is not None else None
+        family = GaugeMetricFamily(
+            "act_onset_step",
+            "Step at which the present anomaly began, and the layer that went first.",
+            labels=[*self._labels, "layer", "tensor", "rule"],
+        )
+        if onset is not None:
+            where = [onset.layer, onset.tensor, onset.rule]
+            family.add_metric([*self._labels.values(), *where], onset.step)
+        yield family
+        yield self._gauges(
+            "act_diagnosis",
+            "1 for the kind of fault that is in force.",
+            "verdict",
+            {verdict: float(verdict == now.verdict) for verdict in VERDICTS},
+        )
+        bounds = now.layers.logit_bounds if now.layers is not None else {}
+        for place, (name, text) in enumerate(_BOUND_HELP.items()):
+            known = {layer: pair[place] for layer, pair in bounds.items()}
+            known = {layer: value for layer, value in known.items() if not math.isnan(value)}
+            yield self._gauges(name, text, "layer", known)
+
+    def _memory(self) -> Iterator[Metric]:
+        found = device_memory()
+        for name, text, values in (
+            (
+                "allocated",
+                "Device memory in tensors.",
+                {key: use for key, (use, _) in found.items()},
+            ),
+            ("limit", "Device memory there is.", {key: limit for key, (_, limit) in found.items()}),
+        ):
+            yield self._gauges(f"act_memory_{name}_bytes", text, "device", values)
 
     def _gauge(self, name: str, text: str, value: float | None) -> Metric:
         family = GaugeMetricFamily(name, text, labels=list(self._labels))
@@ -285,7 +409,9 @@ def constants(thresholds: Thresholds, series: int) -> list[Fact]:
     """What does not change in a run."""
     from act_exporter import __version__
 
-    rules = {"hard": thresholds.hard, "sigma": thresholds.sigma, "exceed": thresholds.exceed}
+    rules = {
+        rule: float(getattr(thresholds, rule)) for rule in ("hard", "sigma", "exceed", "window")
+    }
     return [
         ("act_rule_threshold", "The thresholds that the trainer judges by.", "rule", rules),
         ("act_build_info", "Version of the exporter.", "version", {__version__: 1.0}),

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
 
 import torch
@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from torch import nn
 
 from act_exporter.collector import LayerPage, Training, TrainingCollector, constants, render_page
+from act_exporter.diagnosis import Diagnosis, Facts
 from act_exporter.exceptions import SettingError, StateError
 from act_exporter.gradients import Gradients, Scaler, Which
 from act_exporter.history import History, Layers, Thresholds
@@ -24,6 +25,7 @@ from act_exporter.server import MetricsServer
 from act_exporter.silence import Silence
 from act_exporter.statistics import Column
 from act_exporter.steps import Steps
+from act_exporter.training import TrainingHistory
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +53,8 @@ class Exporter:
         max_overhead: float | None = None,
         gradients: Which = True,
         scaler: Scaler | None = None,
+        max_series: int | None = None,
+        baseline: Mapping[tuple[str, str], float] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not run or not run.isprintable():
@@ -59,12 +63,15 @@ class Exporter:
             raise SettingError(f"sample_every={sample_every!r} must be a whole number from 1 on")
         if max_overhead is not None and not 0 < max_overhead < 1:
             raise SettingError(f"max_overhead={max_overhead!r} must be a share between 0 and 1")
+        if max_series is not None and not (type(max_series) is int and max_series > 0):
+            raise SettingError(f"max_series={max_series!r} must be a whole number from 1 on")
         taps = find_taps(model, watch)
         self.run = run
         self.port: int | None = None
         self.registry = CollectorRegistry()
         labels = {"run": run, "rank": str(rank)}
-        self._page = LayerPage(taps, labels)
+        self._page = LayerPage(taps, labels, max_series)
+        self._scrape_seconds: float | None = None
         self._errors = dict.fromkeys(_STAGES, 0)
         self._logged: set[tuple[str, type[Exception], str]] = set()
         self._overhead = Overhead(max_overhead, sample_every)
@@ -72,7 +79,6 @@ class Exporter:
         self._silence = Silence(taps)
         self._standing = True  # nothing was trained since the run's step was set
         self._training = Training(finished_at=time.time(), sample_every=sample_every)
-        self._layers: Layers | None = None
         self._server: MetricsServer | None = None
         self._told_norm = False  # whether the trainer records the gradient norm itself
         self._gradients = Gradients(
@@ -80,6 +86,9 @@ class Exporter:
         )
         self._clock = clock
         self._history = History(taps, thresholds, clock)
+        self._history.set_baseline(baseline or {})
+        self._numbers = TrainingHistory(thresholds, clock)
+        self._diagnosis = Diagnosis(thresholds.clean_steps)
         self._probe = Probe(
             model,
             taps,
@@ -94,9 +103,19 @@ class Exporter:
                 lambda: self._training,
                 self._errors,
                 constants(thresholds, self._page.series + self._gradients.series),
+                self._page.series_dropped,
+                lambda: self._scrape_seconds,
             )
         )
         log.info("watching %d tensors of run %s", len(taps), run)
+        if self._page.dropped:
+            log.warning(
+                "max_series=%d: %d of %d tensors are judged here and not on the page, such as %s",
+                max_series,
+                len(self._page.dropped),
+                len(taps),
+                self._page.dropped[0].layer,
+            )
 
     def serve(self, host: str, port: int) -> None:
         """Serve the page; where that fails, log why and let training go on without it."""
@@ -164,9 +183,17 @@ class Exporter:
         self._probe.forget()
         self._gradients.forget()
         self._history.reset()
-        self._layers = None
+        self._numbers.reset()
+        self._diagnosis.resumed()
         self._standing = True
-        self._training = dataclasses.replace(self._training, generation=generation, gradients={})
+        self._training = dataclasses.replace(
+            self._training,
+            generation=generation,
+            signals={},
+            gradients={},
+            layers=None,
+            verdict=None,
+        )
 
     def rebaseline(self) -> None:
         """Learn baseline and window anew (another data mix, a new learning rate)."""
@@ -200,6 +227,7 @@ class Exporter:
         if type(state["step"]) is not int or state["step"] < 0:
             raise StateError(f"exporter state: step {state['step']!r} is no step")
         self._history.load_state_dict(state["history"])
+        self._diagnosis.resumed()
         self._steps.restart(state["step"])
         self._standing = True
         self._sampled = state["step"]
@@ -270,23 +298,44 @@ class Exporter:
 
     def _take_in(self) -> None:
         """Judge the samples that have arrived from the devices."""
+        judged: list[Layers] = []
         try:
             for sample in self._probe.arrived():
                 rate = self._steps.learning_rate
-                self._layers = self._history.observe(sample.step, sample.rows, rate)
+                sick = self._training.verdict is not None
+                judged.append(self._history.observe(sample, rate, sick))
+                self._numbers.observe(sample.values)
                 known = {} if rate is None else {"learning_rate": rate}
                 values = {**self._training.values, **sample.values, **known}
-                self._training = dataclasses.replace(self._training, values=values)
+                self._training = dataclasses.replace(
+                    self._training, values=values, layers=judged[-1]
+                )
                 self._notice_silence(sample)
             # After the samples, which bring the loss scale.
             for norms in self._gradients.arrived(self._training.values.get("loss_scale")):
+                values = norms.values(told=self._told_norm)
+                self._numbers.observe(values)
                 self._training = dataclasses.replace(
                     self._training,
-                    values=self._training.values | norms.values(told=self._told_norm),
+                    values=self._training.values | values,
                     gradients=norms.layers,
                 )
+            for layers in judged:
+                self._diagnose(layers)
         except Exception as error:
             self._count_error("step", error)
+
+    def _diagnose(self, layers: Layers) -> None:
+        facts = Facts(
+            bad=layers.bad,
+            nonfinite_share=layers.nonfinite_share,
+            loss=self._numbers.level("loss"),
+            grad_norm=self._numbers.level("grad_norm"),
+        )
+        verdict = self._diagnosis.observe(facts)
+        self._training = dataclasses.replace(
+            self._training, signals=self._numbers.signals, verdict=verdict
+        )
 
     def _notice_silence(self, sample: Sample) -> None:
         wrong = self._silence.observe(sample.rows[:, Column.CALLS])
@@ -295,7 +344,10 @@ class Exporter:
 
     def _render(self, accept: str) -> tuple[bytes, str]:
         try:
-            return render_page(accept, self.registry, self._page, self._layers)
+            started = time.perf_counter()
+            page = render_page(accept, self.registry, self._page, self._training.layers)
+            self._scrape_seconds = time.perf_counter() - started
+            return page
         except Exception as error:
             self._count_error("scrape", error)
             raise

@@ -8,26 +8,34 @@ Prometheus gets them as gauges that no scrape resets.
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
+from act_exporter.attention import AttentionLogits
 from act_exporter.baseline import Baseline
+from act_exporter.drift import Drift
 from act_exporter.exceptions import SettingError
 from act_exporter.layers import Tap
+from act_exporter.peaks import HeldMaximum
+from act_exporter.probe import Sample
+from act_exporter.profile import Profile
 from act_exporter.state import STATE_VERSION, checked_state
 from act_exporter.statistics import Array, Column, Statistics
 from act_exporter.window import Window
 
-Rule = Literal["hard", "sigma", "nonfinite"]
+Rule = Literal["hard", "sigma", "nonfinite", "dead"]
 RULES: tuple[Rule, ...] = get_args(Rule)
 SERIOUS: tuple[Rule, ...] = ("hard", "nonfinite")
 """The rules whose breaking makes a step bad. A single step over 5 sigma does not: in 2,500 healthy
 steps of a small GPT that happened to 907 of a million."""
+
+# What an unchanged tensor has in common with itself a sampled step before.
+_UNCHANGED = [Column.COUNT, Column.SUM, Column.SUM_SQUARES, Column.MIN, Column.MAX]
 
 NONFINITE_KINDS = {"nan": Column.NAN, "posinf": Column.POSINF, "neginf": Column.NEGINF}
 
@@ -87,46 +95,14 @@ class Onset:
     rule: Rule
 
 
-class _HeldMaximum:
-    """The largest value of each series in the last `seconds`, and at least the newest one.
-
-    Kept in time buckets, so that holding costs the same at 1 and at 1,000 steps a second; a value
-    is held for `seconds` and up to a bucket (a 24th) longer.
-    """
-
-    _BUCKETS = 24
-
-    def __init__(self, shape: tuple[int, ...], seconds: float) -> None:
-        self._bucket_seconds = seconds / self._BUCKETS
-        self._buckets: list[tuple[int, Array]] = []  # (number, maxima), oldest first
-        self._older = np.full(shape, np.nan)  # maximum of all but the newest bucket
-        self._shape = shape
-
-    def add(self, values: Array, now: float) -> Array:
-        """Take in values of `now` (seconds) and return the held maxima; NaN counts as nothing."""
-        number = math.floor(now / self._bucket_seconds)
-        if not self._buckets or self._buckets[-1][0] != number:
-            oldest = number - self._BUCKETS
-            self._buckets = [bucket for bucket in self._buckets if bucket[0] >= oldest]
-            self._older = np.full(self._shape, np.nan)
-            for _, maxima in self._buckets:
-                np.fmax(self._older, maxima, out=self._older)
-            self._buckets.append((number, np.full(self._shape, np.nan)))
-        newest = self._buckets[-1][1]
-        np.fmax(newest, values, out=newest)
-        held: Array = np.fmax(self._older, newest)
-        return held
-
-    def clear(self) -> None:
-        self._buckets = []
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layers:
     """All taps as of one sampled step: an immutable copy, for scrapes.
 
     Arrays are (taps,), those by rule (rules, taps), those by kind (kinds, taps); NaN where there
-    is no value yet.
+    is no value yet. `jump_ratio` is computed when it is asked for; `bad` is the number of taps that
+    broke a serious rule in the step, `nonfinite_share` of those that ran how many were not finite;
+    `logit_bounds` has the bound and its baseline by attention.
     """
 
     statistics: Statistics
@@ -138,6 +114,20 @@ class Layers:
     exceeded_steps: Array
     consecutive: Array
     calls: Array
+    growth: Array
+    depth: Array
+    largest: Array
+    jump_ratio: Callable[[], Array]
+    onset: Onset | None
+    bad: int
+    nonfinite_share: float
+    logit_bounds: dict[str, tuple[float, float]]
+
+    @property
+    def headroom(self) -> Array:
+        """The peak's share of the largest number that the tensor's dtype has."""
+        headroom: Array = self.peak / self.largest
+        return headroom
 
 
 class History:
@@ -161,19 +151,26 @@ class History:
         self._rows = np.zeros((count, len(Column)))  # each tap's last sampled step
         self._window = Window(count, thresholds.window, thresholds.window_minimum)
         self._baseline = Baseline([tap.kind for tap in taps], thresholds.baseline_steps)
-        self._peaks = _HeldMaximum((count,), thresholds.peak_seconds)
-        self._runs = _HeldMaximum((len(RULES), count), thresholds.peak_seconds)
+        self._peaks = HeldMaximum((count,), thresholds.peak_seconds)
+        self._runs = HeldMaximum((len(RULES), count), thresholds.peak_seconds)
         self._consecutive = np.zeros((len(RULES), count))
         self._exceeded_steps = np.zeros((len(RULES), count))
         self._nonfinite = np.zeros((len(NONFINITE_KINDS), count))
         self._calls = np.zeros(count)
+        self._changed = np.zeros(count, dtype=np.bool_)  # whether it ever differed from itself
+        self._drift = Drift(count)
+        self._profile = Profile(taps)
+        self._attention = AttentionLogits(taps, thresholds.baseline_steps)
 
-    def observe(self, step: int, rows: Array, learning_rate: float | None) -> Layers:
-        """Take in the rows (taps, COLUMNS) of a sampled step and judge them.
+    def observe(self, sample: Sample, learning_rate: float | None, sick: bool = False) -> Layers:
+        """Take in a sampled step and judge it.
 
         The step is judged by what was known before it, and only then enters window and baseline.
+        No baseline is learnt while the run is `sick` (loss or gradient say so) or some layer is.
         """
+        rows = sample.rows
         called = rows[:, Column.CALLS] > 0
+        dead = called & self._is_dead(rows)
         self._rows[called] = rows[called]
         statistics = Statistics.of(self._rows)
         absmax = statistics.absmax
@@ -185,23 +182,30 @@ class History:
                     defined & (absmax > self._thresholds.hard * self._baseline.values),
                     defined & (absmax > mean + self._thresholds.sigma * std),
                     called & (rows[:, list(NONFINITE_KINDS.values())].sum(axis=1) > 0),
+                    dead,
                 ]
             )
-        self._note_onset(step, broken)
+        self._note_onset(sample, broken)
         self._exceeded_steps += broken
         self._consecutive = np.where(called, (self._consecutive + 1) * broken, self._consecutive)
         self._nonfinite += rows[:, list(NONFINITE_KINDS.values())].T
         self._calls += rows[:, Column.CALLS]
-        hard, sigma, nonfinite = broken
+        hard, sigma, nonfinite, _ = broken
         # Numbers that stand beside a NaN are no level; they count for neither.
         whole = defined & ~nonfinite
         self._window.add(absmax, whole & ~hard & ~sigma, whole & (hard | sigma))
-        self._baseline.add(absmax, whole & ~hard, learning_rate)
+        self._drift.add(absmax, whole)
+        healthy = self.onset is None and not sick
+        if healthy:
+            self._baseline.add(absmax, whole & ~hard, learning_rate)
+        self._attention.observe(rows, learning_rate, learn=healthy)
         now = self._clock()
+        peak = self._peaks.add(np.where(defined, absmax, np.nan), now)
+        baseline = self._baseline.values.copy()
         return Layers(
             statistics=statistics,
-            peak=self._peaks.add(np.where(defined, absmax, np.nan), now),
-            baseline=self._baseline.values.copy(),
+            peak=peak,
+            baseline=baseline,
             window_mean=self._window.mean(),
             window_std=self._window.std(),
             nonfinite=self._nonfinite.copy(),
@@ -209,6 +213,14 @@ class History:
             # Of what ran: one that is never called again must not hold its count for ever.
             consecutive=self._runs.add(np.where(called, self._consecutive, np.nan), now),
             calls=self._calls.copy(),
+            growth=self._drift.growth,
+            depth=sample.depth,
+            largest=sample.largest,
+            jump_ratio=functools.partial(self._profile.jump_ratio, peak, baseline, sample.depth),
+            onset=self.onset,
+            bad=int((hard | nonfinite).sum()),
+            nonfinite_share=float(nonfinite.sum() / max(called.sum(), 1)),
+            logit_bounds=self._attention.bounds(),
         )
 
     def reset(self) -> None:
@@ -217,11 +229,18 @@ class History:
         self._peaks.clear()
         self._runs.clear()
         self._consecutive[:] = 0
+        self._drift.clear()
+
+    def set_baseline(self, levels: Mapping[tuple[str, str], float]) -> None:
+        """Take over baselines by layer and tensor; those of others are learnt."""
+        known = {tap: levels[name] for tap, name in enumerate(self._taps) if name in levels}
+        self._baseline.set(known)
 
     def rebaseline(self) -> None:
         """Learn baseline and window anew, from the next sampled step on."""
         self._baseline.clear()
         self._window.clear()
+        self._attention.rebaseline()
 
     def state_dict(self) -> dict[str, Any]:
         """Baseline and window, as tensors with the names of their taps."""
@@ -230,6 +249,7 @@ class History:
             "taps": [list(tap) for tap in self._taps],
             "baseline": self._baseline.state(),
             "window": self._window.state(),
+            "attention": self._attention.state(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -245,14 +265,28 @@ class History:
         saved = [columns[self._taps[index]] for index in own]
         self._baseline.restore(state["baseline"], np.array(own, dtype=np.int64), saved)
         self._window.restore(state["window"], np.array(own, dtype=np.int64), saved)
+        self._attention.restore(state["attention"])
 
-    def _note_onset(self, step: int, broken: npt.NDArray[np.bool_]) -> None:
+    def _is_dead(self, rows: Array) -> npt.NDArray[np.bool_]:
+        """Whether a tensor is all zero, or the same as a sampled step before though it once moved.
+
+        What never moved (rotary tables, a frozen layer on one batch) is constant by design.
+        """
+        seen = self._rows[:, Column.COUNT] > 0
+        same = seen & (rows[:, _UNCHANGED] == self._rows[:, _UNCHANGED]).all(axis=1)
+        self._changed |= seen & ~same & (rows[:, Column.COUNT] > 0)
+        zero = (rows[:, Column.COUNT] > 0) & (rows[:, Column.SUM_SQUARES] == 0)
+        dead: npt.NDArray[np.bool_] = zero | (same & self._changed)
+        return dead
+
+    def _note_onset(self, sample: Sample, broken: npt.NDArray[np.bool_]) -> None:
         serious = [RULES.index(rule) for rule in SERIOUS]
         rules, taps = np.nonzero(broken[serious])
         self._clean = 0 if taps.size else self._clean + 1
         if self.onset is None and taps.size:
-            first = np.argmin(taps)
+            # The first in the order of execution: what comes after it is its consequence.
+            first = np.argmin(sample.depth[taps])
             layer, tensor = self._taps[taps[first]]
-            self.onset = Onset(step, layer, tensor, SERIOUS[rules[first]])
+            self.onset = Onset(sample.step, layer, tensor, SERIOUS[rules[first]])
         elif self._clean >= self._thresholds.clean_steps:
             self.onset = None

@@ -8,6 +8,7 @@ reached 195,000.
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import itertools
 import re
@@ -38,6 +39,26 @@ _QUERY_OR_KEY = re.compile(
     r"(?:_?(?:proj|lin|linear|norm|layernorm|ln))?"
 )
 
+# What attentions call the width of a head, their number, and the factor on the logits.
+_HEAD_DIMS = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "d_head")
+_HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
+_SCALES = ("scaling", "scale", "softmax_scale")
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """What a query or key tap is to its attention.
+
+    Attributes:
+        attention: name of the module whose logits are products of query and key.
+        dim: elements in one head's row.
+        scale: factor on the products: the attention's own, else 1 / sqrt(dim).
+    """
+
+    attention: str
+    dim: int
+    scale: float
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tap:
@@ -50,6 +71,7 @@ class Tap:
         kind: the same in all blocks for the same place in the block; compares a layer with its
             like.
         limit: tensors of more elements are not read; None for no limit.
+        heads: of a query or key, else None.
     """
 
     layer: str
@@ -57,6 +79,7 @@ class Tap:
     module: nn.Module
     kind: str
     limit: int | None = None
+    heads: Heads | None = None
 
 
 def find_taps(model: nn.Module, watch: Watch = "sublayers") -> list[Tap]:
@@ -316,9 +339,38 @@ def _query_and_key(attention: str, block: str, modules: dict[str, nn.Module]) ->
         is_query = match["query"] is not None
         if is_query not in found or _NORM.search(type(module).__name__):
             found[is_query] = name
-    # One alone bounds nothing.
-    both = found.values() if len(found) == 2 else ()
-    return [_tap(name, "output", modules, block) for name in both]
+    if len(found) < 2:
+        return []  # one alone bounds nothing
+    return [
+        dataclasses.replace(
+            _tap(found[is_query], "output", modules, block),
+            heads=_heads(attention, found[is_query], modules),
+        )
+        for is_query in (True, False)
+    ]
+
+
+def _heads(attention: str, name: str, modules: dict[str, nn.Module]) -> Heads | None:
+    """How the output of the module `name` is cut into heads, by what its parent says of itself."""
+    weight = getattr(_adapted(modules[name]), "weight", None)
+    if not isinstance(weight, torch.Tensor) or isinstance(weight, nn.UninitializedParameter):
+        return None
+    width = dim = weight.shape[0]  # a norm before the cut, or one head: a bound all the same
+    parent = modules.get(name.rpartition(".")[0])
+    for attribute in _HEAD_DIMS:
+        value = getattr(parent, attribute, None)
+        if isinstance(value, int) and value > 0 and width % value == 0:
+            dim = value
+            break
+    else:
+        for attribute in _HEAD_COUNTS:
+            value = getattr(parent, attribute, None)
+            if isinstance(value, int) and value > 0 and width % value == 0:
+                dim = width // value
+                break
+    scales = (getattr(parent, attribute, None) for attribute in _SCALES)
+    own = next((scale for scale in scales if isinstance(scale, float) and scale > 0), None)
+    return Heads(attention, dim, own if own is not None else dim**-0.5)
 
 
 def _mixture(block: str, name: str, modules: dict[str, nn.Module]) -> str | None:

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -47,11 +48,15 @@ class Sample:
         step: the step.
         rows: (taps, COLUMNS), on the host.
         values: what `Probe.record` was given since the last sample, by name.
+        depth: (taps,) position in the order in which the taps first ran; NaN for those that didn't.
+        largest: (taps,) largest finite number of the tensor's dtype; likewise.
     """
 
     step: int
     rows: Array
     values: dict[str, float]
+    depth: Array
+    largest: Array
 
 
 @dataclass(slots=True)
@@ -59,6 +64,8 @@ class _Copy:
     """One sample on its way to the host."""
 
     step: int
+    depth: Array
+    largest: Array
     # A tensor a device: its rows one after the other, then the values with these names.
     packed: list[tuple[torch.Tensor, list[str]]] = field(default_factory=list)
     events: list[torch.Event] = field(default_factory=list)
@@ -74,7 +81,7 @@ class _Copy:
             numbers = tensor.double().numpy()
             matrices.append(numbers[:size].reshape(taps, statistics.COLUMNS))
             values.update(zip(names, numbers[size:].tolist(), strict=True))
-        return Sample(self.step, statistics.merge(matrices), values)
+        return Sample(self.step, statistics.merge(matrices), values, self.depth, self.largest)
 
 
 class Probe:
@@ -108,6 +115,11 @@ class Probe:
         self._captured = False  # whether a CUDA graph gathers at each of its replays
         self._threshold = exceed_threshold
         self._limits = [tap.limit for tap in taps]
+        self._heads = [tap.heads.dim if tap.heads is not None else 0 for tap in taps]
+        self._depth = np.full(len(taps), np.nan)
+        self._largest = np.full(len(taps), np.nan)
+        self._seen: list[torch.dtype | None] = [None] * len(taps)
+        self._next_depth = 0
         self._on_stuck = on_stuck
         self._on_error = on_error
         self._matrices: dict[torch.device, torch.Tensor] = {}
@@ -164,7 +176,8 @@ class Probe:
         if len(self._copies) >= _PENDING_LIMIT:
             self._clear()
             raise RuntimeError(f"{_PENDING_LIMIT} samples have not reached the host; one is lost")
-        copy, recorded = _Copy(step), self._recorded
+        copy = _Copy(step, self._depth.copy(), self._largest.copy())
+        recorded = self._recorded
         self._recorded = {}
         for device, matrix in self._matrices.items():
             values = {name: value for name, value in recorded.items() if value.device == device}
@@ -228,9 +241,21 @@ class Probe:
         limit = self._limits[index]
         if statistics.has_statistics(x) and (limit is None or x.numel() <= limit):
             statistics.add(x, row, self._threshold)
+            if self._heads[index]:
+                statistics.add_row_norm(x, row, self._heads[index])
         else:
             statistics.count_call(row)
+        if x.dtype is not self._seen[index]:
+            self._note(index, x.dtype)
         self.seconds += time.perf_counter() - started
+
+    def _note(self, index: int, dtype: torch.dtype) -> None:
+        """The tap ran for the first time, or in another dtype than before."""
+        if self._seen[index] is None:
+            self._depth[index] = self._next_depth
+            self._next_depth += 1
+        self._seen[index] = dtype
+        self._largest[index] = torch.finfo(dtype).max if dtype.is_floating_point else np.nan
 
     def failed(self, error: Exception) -> None:
         """Something went wrong in a hook."""

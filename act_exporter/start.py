@@ -34,6 +34,7 @@ def start_exporter(
     max_overhead: float | None = 0.01,
     gradients: Which = True,
     scaler: Scaler | None = None,
+    max_series: int | None = 20_000,
 ) -> Exporter:
     """Watch `model` and serve its statistics on `http://host:port/metrics`.
 
@@ -62,6 +63,9 @@ def start_exporter(
             unless "all_ranks" lets the ranks add up: only where each rank has an exporter that
             was started with it, after sharding.
         scaler: the `GradScaler` in use, if any: the gradients are too large by its scale.
+        max_series: how many layer series a page may have; beyond it the most nested layers (experts
+            of a mixture) are judged here but not exposed, which `act_series_dropped_total` says.
+            20,000 are some 90 blocks at the default watch level.
 
     Returns:
         The running exporter; `close()` it, or use it in a `with` statement.
@@ -89,6 +93,7 @@ def start_exporter(
         max_overhead=max_overhead,
         gradients=gradients,
         scaler=scaler,
+        max_series=max_series,
     )
     host = host or os.environ.get("ACT_HOST") or "127.0.0.1"
     exporter.serve(host, port + local_rank if port else 0)

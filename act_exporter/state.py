@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -9,6 +10,9 @@ import torch
 from act_exporter.exceptions import StateError
 
 STATE_VERSION = 1
+
+# Came after version 1 was first saved; a state without it is a state of that time.
+_LATER: dict[str, Any] = {"attention": {}}
 
 
 def checked_state(state: Any, own: dict[str, Any]) -> dict[str, Any]:
@@ -21,7 +25,13 @@ def checked_state(state: Any, own: dict[str, Any]) -> dict[str, Any]:
     Raises:
         StateError: it is not; says where.
     """
-    moved: dict[str, Any] = _like(state, own, "exporter state")
+    if isinstance(state, dict):
+        state = {**_LATER, **state}
+    moved: dict[str, Any] = _like(state, {**own, **_LATER}, "exporter state")
+    moved["attention"] = dict(state["attention"])
+    for name, value in moved["attention"].items():
+        if not (isinstance(name, str) and isinstance(value, float) and 0 < value < math.inf):
+            raise StateError(f"exporter state: attention: {name!r}: {value!r} cannot be")
     if moved["version"] != STATE_VERSION:
         raise StateError(f"exporter state: version {moved['version']!r} is not known here")
     taps = moved["taps"]

@@ -38,6 +38,7 @@ class Column(IntEnum):
     NEGINF = 7
     MIN = 8
     MAX = 9
+    ROW_NORM = 10  # largest L2 norm of a head's row, of taps that have heads
 
 
 COLUMNS = len(Column)
@@ -114,6 +115,7 @@ def clear(rows: torch.Tensor) -> None:
     rows[:, _SUMS].zero_()
     rows[:, Column.MIN].fill_(torch.inf)
     rows[:, Column.MAX].fill_(-torch.inf)
+    rows[:, Column.ROW_NORM].zero_()
 
 
 def count_call(row: torch.Tensor) -> None:
@@ -372,6 +374,21 @@ def add_on_device(x: torch.Tensor, row: torch.Tensor, exceed_threshold: float) -
         row[Column.MAX] = torch.maximum(row[Column.MAX], high)
 
 
+def add_row_norm(x: torch.Tensor, row: torch.Tensor, dim: int) -> None:
+    """Keep the largest L2 norm of the rows of `x`, (..., n * dim), `dim` elements each.
+
+    What heads do with queries and keys is a product of two such rows, so no logit is beyond the
+    product of their largest norms. Rows with a NaN do not count, an infinite norm does. Never waits
+    for a device.
+    """
+    if x.shape[-1] % dim:
+        return
+    dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
+    rows = x.detach().reshape(-1, dim).to(dtype)
+    largest = torch.linalg.vector_norm(rows, dim=-1).nan_to_num(nan=0.0, posinf=torch.inf).amax()
+    row[Column.ROW_NORM] = torch.maximum(row[Column.ROW_NORM], largest.to(row.dtype))
+
+
 def in_memory_order(x: torch.Tensor) -> torch.Tensor:
     """The elements of `x`, flat (n,), in the order of memory, which mostly spares a copy."""
     if x.is_contiguous() and not x.is_neg():
@@ -389,7 +406,8 @@ def merge(rows: list[Array]) -> Array:
     for other in rows[1:]:
         merged[:, _SUMS] += other[:, _SUMS]
         np.minimum(merged[:, Column.MIN], other[:, Column.MIN], out=merged[:, Column.MIN])
-        np.maximum(merged[:, Column.MAX], other[:, Column.MAX], out=merged[:, Column.MAX])
+        for column in (Column.MAX, Column.ROW_NORM):
+            np.maximum(merged[:, column], other[:, column], out=merged[:, column])
     return merged
 
 

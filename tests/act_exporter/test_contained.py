@@ -39,6 +39,13 @@ MODULES = (
     "overhead",
     "graphs",
     "transfer",
+    "profile",
+    "drift",
+    "attention",
+    "training",
+    "diagnosis",
+    "peaks",
+    "memory",
 )
 
 # Not called between the first forward and the last step of a run: where a fault in them is
@@ -62,6 +69,7 @@ AT_START_OR_CLOSE = {
     "collector._escaped",
     "collector._more_labels",
     "collector._series",
+    "collector._nesting",
     "collector.constants",
 }
 FOR_THE_GUARD = {
@@ -72,7 +80,15 @@ FOR_THE_GUARD = {
     "history.History.rebaseline",
     "history.History.reset",
     "history.History.state_dict",
-    "history._HeldMaximum.clear",
+    "peaks.HeldMaximum.clear",
+    "drift.Drift.clear",
+    "diagnosis.Diagnosis.resumed",
+    "attention.AttentionLogits.rebaseline",
+    "attention.AttentionLogits.restore",
+    "attention.AttentionLogits.state",
+    "training.TrainingHistory.reset",
+    "training._SignalHistory.clear_peaks",
+    "baseline.Baseline.set",
     "gradients.Gradients.drop",
     "gradients.Gradients.forget",
     "window.Window.clear",
@@ -133,6 +149,8 @@ ELSEWHERE = {
     "probe.Probe._clear",  # for the guard, and where copies do not arrive
     "probe.Probe.skip",  # in a step that is not sampled
     "statistics._add_fused",
+    "statistics.add_row_norm",  # of queries and keys that have modules of their own
+    "drift.Drift._judge",  # after a hundred sampled steps
     "silence.Silence._nothing_ran",
     "silence.Silence._some_did_not",
     "overhead.Overhead._exceeded",
@@ -182,8 +200,9 @@ def fail(*_: object, **__: object) -> None:
 def break_(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have it raise for whoever calls it, one who took hold of it before too."""
     _, _, body = find(name)
-    if hasattr(body, "cache_clear"):
-        body.cache_clear()  # or what an earlier run was told would be told again
+    for cached in (body, statistics._square_limit):
+        if hasattr(cached, "cache_clear"):
+            cached.cache_clear()  # or what an earlier run was told would be told again
     if isinstance(body, property):
         body = body.fget
     elif isinstance(body, classmethod | staticmethod):

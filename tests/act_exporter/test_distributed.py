@@ -33,8 +33,8 @@ SECONDS = 60  # a collective that one rank waits for alone must end the test, no
 
 
 def calls(exporter: Exporter) -> set[float]:
-    assert exporter._layers is not None
-    return set(exporter._layers.calls.tolist())
+    assert exporter._training.layers is not None
+    return set(exporter._training.layers.calls.tolist())
 
 
 def errors(exporter: Exporter) -> int:
@@ -83,7 +83,7 @@ def fsdp(rank: int) -> None:
             train(model, 2, optimizer)
         assert calls(exporter) == {2}
         assert errors(exporter) == 0
-        found, wanted = exporter._layers, expected._layers
+        found, wanted = exporter._training.layers, expected._training.layers
         assert found is not None
         assert wanted is not None
         assert found.statistics.absmax == pytest.approx(wanted.statistics.absmax, rel=1e-4)
@@ -139,8 +139,8 @@ def tensor_parallel(rank: int) -> None:
         assert errors(exporter) == 0
         assert isinstance(seen[0], DTensor)
         assert seen[0].to_local().shape == (3, 4)
-        assert exporter._layers is not None
-        found = exporter._layers.statistics.absmax[0]
+        assert exporter._training.layers is not None
+        found = exporter._training.layers.statistics.absmax[0]
         assert found == pytest.approx(float(seen[0].to_local().abs().max()))
 
 
@@ -159,8 +159,8 @@ def empty_shard(rank: int) -> None:
         exporter.step(2)
         assert calls(exporter) == {1}
         assert errors(exporter) == 0
-        assert exporter._layers is not None
-        assert bool(exporter._layers.statistics.absmax[0] > 0) == (rank == 0)
+        assert exporter._training.layers is not None
+        assert bool(exporter._training.layers.statistics.absmax[0] > 0) == (rank == 0)
 
 
 SCENES = {

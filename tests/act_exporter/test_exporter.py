@@ -571,3 +571,131 @@ class TestStart:
     def test_a_model_must_be_a_module(self) -> None:
         with pytest.raises(SettingError, match="not list"):
             start_exporter([], 0)  # type: ignore[arg-type]
+
+
+class TestJudgement:
+    """What the page says of a run that goes wrong, and of one that does not."""
+
+    def spoil(self, model: nn.Module, factor: float) -> None:
+        with torch.no_grad():
+            model.get_submodule("blocks.1.attn.qkv").weight.mul_(factor)
+
+    def test_a_healthy_run_has_no_verdict_and_no_onset(
+        self, model: nn.Module, exporter: Exporter
+    ) -> None:
+        train(model, 40)
+        verdicts = self.verdicts(exporter)
+        assert set(verdicts) == {"activation", "gradient", "data", "parameters", "resume", "loss"}
+        assert not any(verdicts.values())
+        assert value(exporter, "act_onset_step") is None
+
+    def test_a_fault_in_a_layer_is_called_so_and_placed(
+        self, model: nn.Module, exporter: Exporter
+    ) -> None:
+        train(model, 40)
+        self.spoil(model, 1e4)
+        train(model, 1)
+        assert self.in_force(exporter) == ["activation"]
+        where = {"layer": "blocks.1.attn.proj", "tensor": "input"}
+        assert value(exporter, "act_onset_step", rule="hard", **where) == 41
+        assert (value(exporter, "act_layer_depth_jump_ratio", **where) or 0) > 50
+        assert value(exporter, "act_layer_depth", layer="embed") == 0
+
+    def test_a_gradient_that_is_not_finite_is_called_so(
+        self, model: nn.Module, exporter: Exporter
+    ) -> None:
+        train(model, 40)
+        exporter.record(grad_norm=math.nan)
+        train(model, 1)
+        assert self.in_force(exporter) == ["gradient"]
+        assert value(exporter, "act_grad_norm_nonfinite_total") == 1
+
+    def test_what_goes_wrong_after_a_rollback_is_laid_to_it(
+        self, model: nn.Module, exporter: Exporter
+    ) -> None:
+        train(model, 40)
+        exporter.reset(generation=1)
+        self.spoil(model, 1e4)
+        train(model, 1)
+        assert self.in_force(exporter) == ["resume"]
+
+    def test_loss_between_two_scrapes_is_held(self, model: nn.Module, exporter: Exporter) -> None:
+        for loss in (2.0, 90.0, 2.0):
+            exporter.record(loss=loss)
+            train(model, 1)
+        assert value(exporter, "act_loss") == 2
+        assert value(exporter, "act_loss_peak") == 90
+        assert value(exporter, "act_loss_nonfinite_total") == 0
+        assert value(exporter, "act_loss_window_mean") is None
+
+    def test_the_time_of_a_scrape_is_told_by_the_next(self, exporter: Exporter) -> None:
+        assert value(exporter, "act_scrape_duration_seconds") is None
+        assert (value(exporter, "act_scrape_duration_seconds") or 0) > 0
+
+    def verdicts(self, exporter: Exporter) -> dict[str, float]:
+        return {
+            sample.labels["verdict"]: sample.value
+            for family in parse_text(page(exporter))
+            for sample in family.samples
+            if sample.name == "act_diagnosis"
+        }
+
+    def in_force(self, exporter: Exporter) -> list[str]:
+        return [verdict for verdict, force in self.verdicts(exporter).items() if force]
+
+
+class Experts(nn.Module):
+    """Blocks with a router and many experts, of which each has a name of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict(
+                {
+                    "router": nn.Linear(4, 64),
+                    "experts": nn.ModuleList(nn.Linear(4, 4) for _ in range(64)),
+                }
+            )
+            for _ in range(4)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            gate = block["router"](x).softmax(-1)
+            x = x + sum(gate[..., n, None] * e(x) for n, e in enumerate(block["experts"]))
+        return x
+
+
+class TestMaxSeries:
+    def test_what_is_left_out_is_counted_named_and_no_router(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        model = Experts()
+        with start_exporter(model, 0, watch="all", max_series=500) as exporter:
+            model(torch.randn(2, 4)).sum().backward()
+            exporter.step(1)
+            samples = [s for family in parse_text(page(exporter)) for s in family.samples]
+            layers = [
+                s for s in samples if s.name.startswith("act_layer_") and "tensor" in s.labels
+            ]
+            assert 0 < len(layers) <= 500
+            assert {f"blocks.{n}.router" for n in range(4)} <= {s.labels["layer"] for s in layers}
+            dropped = value(exporter, "act_series_dropped_total", family="layer") or 0
+            assert dropped > 1000
+            assert "not on the page" in caplog.text
+            assert "experts" in caplog.text
+
+    def test_what_is_left_out_is_judged_all_the_same(self) -> None:
+        model = Experts()
+        with start_exporter(model, 0, watch="all", max_series=500) as exporter:
+            with torch.no_grad():
+                model.blocks[3]["experts"][63].weight.fill_(math.nan)
+            model(torch.randn(2, 4)).sum().backward()
+            exporter.step(1)
+            assert exporter.onset() == 1
+            assert value(exporter, "act_onset_step", layer="blocks.3.experts.63") == 1
+
+    @pytest.mark.parametrize("limit", [0, -1, 2.5, True])
+    def test_a_limit_that_cannot_be_is_an_error(self, limit: object) -> None:
+        with pytest.raises(SettingError, match="max_series"):
+            start_exporter(gpt(), 0, max_series=limit)  # type: ignore[arg-type]

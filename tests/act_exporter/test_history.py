@@ -12,6 +12,7 @@ from torch import nn
 from act_exporter import SettingError, StateError, Thresholds
 from act_exporter.history import RULES, History, Layers, Onset
 from act_exporter.layers import Tap
+from act_exporter.probe import Sample
 from act_exporter.statistics import COLUMNS, Column
 
 THRESHOLDS = Thresholds(window=40, window_minimum=10, baseline_steps=10, peak_seconds=120)
@@ -39,19 +40,25 @@ class Run:
 
     def feed(self, *absmax: float | None, nan: int = 0, steps: int = 1) -> Layers:
         for _ in range(steps):
-            self.step += 1
-            self.clock.now += 1
-            rows = np.zeros((len(absmax), COLUMNS))
-            for row, value in zip(rows, absmax, strict=True):
-                if value is not None:
-                    row[Column.CALLS] = 1
-                    row[Column.NAN] = nan
-                if value is not None and not math.isnan(value):
-                    row[Column.COUNT] = 4
-                    row[Column.SUM_SQUARES] = value**2
-                    row[Column.MIN], row[Column.MAX] = -value, value / 2
-            layers = self.history.observe(self.step, rows, 1e-3)
+            layers = self.history.observe(self.sample(*absmax, nan=nan), 1e-3)
         return layers
+
+    def sample(
+        self, *absmax: float | None, nan: int = 0, depth: list[float] | None = None
+    ) -> Sample:
+        self.step += 1
+        self.clock.now += 1
+        rows = np.zeros((len(absmax), COLUMNS))
+        for row, value in zip(rows, absmax, strict=True):
+            if value is not None:
+                row[Column.CALLS] = 1
+                row[Column.NAN] = nan
+            if value is not None and not math.isnan(value):
+                row[Column.COUNT] = 4
+                row[Column.SUM_SQUARES] = value**2
+                row[Column.MIN], row[Column.MAX] = -value, value / 2
+        places = np.arange(len(absmax), dtype=float) if depth is None else np.array(depth)
+        return Sample(self.step, rows, {}, places, np.full(len(absmax), 65504.0))
 
 
 def of(layers: Layers, field: str, rule: str, tap: int = 0) -> float:
@@ -212,7 +219,7 @@ class TestState:
         other.load_state_dict(run.history.state_dict())
         rows = np.zeros((2, COLUMNS))
         rows[:, [Column.CALLS, Column.COUNT]] = 1
-        layers = other.observe(41, rows, None)
+        layers = other.observe(Sample(41, rows, {}, np.arange(2.0), np.ones(2)), None)
         assert list(layers.baseline) == [1, 1]
         assert layers.window_mean[0] == pytest.approx(0.95)  # nineteen of 1, one of 0
 
@@ -256,3 +263,64 @@ class TestThresholds:
     def test_a_window_that_never_fills_is_an_error(self) -> None:
         with pytest.raises(SettingError, match="window_minimum=200"):
             Thresholds(window=100)
+
+
+class TestDead:
+    def test_a_tensor_of_zeros(self) -> None:
+        run = Run("a", "b")
+        layers = run.feed(0.0, 1.0, steps=3)
+        assert of(layers, "consecutive", "dead") == 3
+        assert of(layers, "consecutive", "dead", tap=1) == 0
+
+    def test_one_that_no_longer_changes(self) -> None:
+        run = Run("a")
+        run.feed(1.0)
+        run.feed(1.1)
+        assert of(run.feed(1.1, steps=5), "consecutive", "dead") == 5
+        assert of(run.feed(1.2), "exceeded_steps", "dead") == 5
+
+    def test_one_that_is_constant_by_design_is_alive(self) -> None:
+        """Rotary tables never change; that is not a layer that died."""
+        assert of(Run("a").feed(1.0, steps=50), "consecutive", "dead") == 0
+
+    def test_is_no_bad_step(self) -> None:
+        run = Run("a")
+        run.feed(0.0, steps=50)
+        assert run.history.onset is None
+
+
+class TestOrderOfOnset:
+    def test_is_the_first_in_the_order_of_execution(self) -> None:
+        """Registered the other way round, as heads and embeddings of one class often are."""
+        run = Run("late", "early")
+        run.feed(1.0, 1.0, steps=40)
+        sample = run.sample(1e6, 1e6, depth=[5.0, 1.0])
+        layers = run.history.observe(sample, None)
+        assert layers.onset == Onset(sample.step, "early", "output", "hard")
+
+
+class TestHeadroom:
+    def test_is_the_peak_over_the_largest_number_of_the_dtype(self, run: Run) -> None:
+        run.feed(65504.0 / 2, 1.0)
+        assert run.feed(1.0, 1.0).headroom[0] == pytest.approx(0.5)
+
+
+class TestBaselineOfASickRun:
+    def test_is_not_learnt_while_a_layer_is_not_finite(self) -> None:
+        run = Run("a", "b")
+        for _ in range(60):
+            run.history.observe(run.sample(1.0, math.nan, nan=1), 1e-3)
+        assert np.isnan(run.feed(1.0, 1.0).baseline).all()
+
+    def test_is_not_learnt_while_loss_or_gradient_say_so(self) -> None:
+        run = Run("a")
+        for _ in range(60):
+            layers = run.history.observe(run.sample(1.0), 1e-3, sick=True)
+        assert np.isnan(layers.baseline[0])
+        assert run.feed(1.0, steps=20).baseline[0] == 1
+
+    def test_one_from_elsewhere_is_in_force_at_once_and_stays(self) -> None:
+        run = Run("a", "b")
+        run.history.set_baseline({("a", "output"): 2.0, ("gone", "output"): 3.0})
+        assert of(run.feed(201.0, 1.0), "consecutive", "hard") == 1
+        assert list(run.feed(9.0, 1.0, steps=500).baseline) == [2, 1]

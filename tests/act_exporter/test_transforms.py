@@ -379,7 +379,7 @@ class TestCompiled:
             for _ in range(6):
                 run(tokens()).square().mean().backward()
                 optimizer.step()
-            layers = exporter._layers
+            layers = exporter._training.layers
             assert layers is not None
             heard = (layers.calls > 0).all()
             assert heard or exporter._errors["silent"] == 1
