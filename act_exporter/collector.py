@@ -365,6 +365,13 @@ class TrainingCollector(Collector):
             "verdict",
             {verdict: float(verdict == now.verdict) for verdict in VERDICTS},
         )
+        plateau = now.layers.plateau() if now.layers is not None else None
+        yield self._gauges(
+            "act_plateau_depth",
+            "Depth from which and to which like places stay above ten times their baselines.",
+            "edge",
+            {} if plateau is None else {"first": plateau[0], "last": plateau[1]},
+        )
         bounds = now.layers.logit_bounds if now.layers is not None else {}
         for place, (name, text) in enumerate(_BOUND_HELP.items()):
             known = {layer: pair[place] for layer, pair in bounds.items()}

@@ -17,7 +17,7 @@ from act_exporter.collector import LayerPage, Training, TrainingCollector, const
 from act_exporter.diagnosis import Diagnosis, Facts
 from act_exporter.exceptions import SettingError, StateError
 from act_exporter.gradients import Gradients, Scaler, Which
-from act_exporter.history import History, Layers, Thresholds
+from act_exporter.history import History, Layers, Onset, Thresholds
 from act_exporter.layers import Watch, find_taps
 from act_exporter.overhead import Overhead
 from act_exporter.probe import Probe, Sample
@@ -87,6 +87,7 @@ class Exporter:
         self._clock = clock
         self._history = History(taps, thresholds, clock)
         self._history.set_baseline(baseline or {})
+        self._onset: Onset | None = None  # as last said in the log
         self._numbers = TrainingHistory(thresholds, clock)
         self._diagnosis = Diagnosis(thresholds.clean_steps)
         self._probe = Probe(
@@ -333,6 +334,17 @@ class Exporter:
             grad_norm=self._numbers.level("grad_norm"),
         )
         verdict = self._diagnosis.observe(facts)
+        onset = layers.onset
+        if onset is not None and onset != self._onset:
+            log.warning(
+                "step %d: %s of %s went bad first (rule %s); by how it began: %s",
+                onset.step,
+                onset.tensor,
+                onset.layer,
+                onset.rule,
+                verdict,
+            )
+        self._onset = onset
         self._training = dataclasses.replace(
             self._training, signals=self._numbers.signals, verdict=verdict
         )
@@ -344,13 +356,16 @@ class Exporter:
 
     def _render(self, accept: str) -> tuple[bytes, str]:
         try:
-            started = time.perf_counter()
-            page = render_page(accept, self.registry, self._page, self._training.layers)
-            self._scrape_seconds = time.perf_counter() - started
-            return page
+            return self._draw(accept)
         except Exception as error:
             self._count_error("scrape", error)
             raise
+
+    def _draw(self, accept: str) -> tuple[bytes, str]:
+        started = time.perf_counter()
+        page = render_page(accept, self.registry, self._page, self._training.layers)
+        self._scrape_seconds = time.perf_counter() - started
+        return page
 
     def _count_error(self, stage: str, error: Exception, what: str = "training goes on") -> None:
         self._errors[stage] += 1

@@ -100,9 +100,9 @@ class Layers:
     """All taps as of one sampled step: an immutable copy, for scrapes.
 
     Arrays are (taps,), those by rule (rules, taps), those by kind (kinds, taps); NaN where there
-    is no value yet. `jump_ratio` is computed when it is asked for; `bad` is the number of taps that
-    broke a serious rule in the step, `nonfinite_share` of those that ran how many were not finite;
-    `logit_bounds` has the bound and its baseline by attention.
+    is no value yet. `jump_ratio` and `plateau` are computed when asked for; `bad` is the number of
+    taps that broke a serious rule in the step, `nonfinite_share` of those that ran how many were
+    not finite; `logit_bounds` has the bound and its baseline by attention.
     """
 
     statistics: Statistics
@@ -118,6 +118,7 @@ class Layers:
     depth: Array
     largest: Array
     jump_ratio: Callable[[], Array]
+    plateau: Callable[[], tuple[float, float] | None]
     onset: Onset | None
     bad: int
     nonfinite_share: float
@@ -217,6 +218,7 @@ class History:
             depth=sample.depth,
             largest=sample.largest,
             jump_ratio=functools.partial(self._profile.jump_ratio, peak, baseline, sample.depth),
+            plateau=functools.partial(self._profile.plateau, peak, baseline, sample.depth),
             onset=self.onset,
             bad=int((hard | nonfinite).sum()),
             nonfinite_share=float(nonfinite.sum() / max(called.sum(), 1)),

@@ -15,6 +15,10 @@ import numpy as np
 from act_exporter.layers import Tap
 from act_exporter.statistics import Array
 
+# Times the baseline from which a place counts as high in a plateau: a tenth of the hard rule, and
+# five times what a settled tap wanders.
+_HIGH = 10.0
+
 
 class Profile:
     """Groups of like taps, one of each block.
@@ -45,6 +49,23 @@ class Profile:
                     jump[tap] = ratio[tap] / _median(before)
                 insort(before, float(ratio[tap]))
         return jump
+
+    def plateau(self, peak: Array, baseline: Array, depth: Array) -> tuple[float, float] | None:
+        """From which depth to which activations stay high: the longest row of like taps that are.
+
+        None where there are no two in a row. Run by scrapes, as `jump_ratio` is.
+        """
+        with np.errstate(invalid="ignore"):
+            high = peak / baseline > _HIGH
+        longest: list[int] = []
+        for taps in self._kinds.values():
+            row: list[int] = []
+            for tap in sorted(taps, key=depth.__getitem__):
+                row = [*row, tap] if high[tap] else []
+                longest = max(longest, row, key=len)
+        if len(longest) < 2:
+            return None
+        return float(depth[longest[0]]), float(depth[longest[-1]])
 
 
 def _median(ordered: list[float]) -> float:

@@ -590,7 +590,7 @@ class TestJudgement:
         assert value(exporter, "act_onset_step") is None
 
     def test_a_fault_in_a_layer_is_called_so_and_placed(
-        self, model: nn.Module, exporter: Exporter
+        self, model: nn.Module, exporter: Exporter, caplog: pytest.LogCaptureFixture
     ) -> None:
         train(model, 40)
         self.spoil(model, 1e4)
@@ -600,6 +600,8 @@ class TestJudgement:
         assert value(exporter, "act_onset_step", rule="hard", **where) == 41
         assert (value(exporter, "act_layer_depth_jump_ratio", **where) or 0) > 50
         assert value(exporter, "act_layer_depth", layer="embed") == 0
+        train(model, 5)
+        assert caplog.text.count("blocks.1.attn.proj went bad first") == 1
 
     def test_a_gradient_that_is_not_finite_is_called_so(
         self, model: nn.Module, exporter: Exporter

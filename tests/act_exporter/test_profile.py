@@ -56,3 +56,17 @@ def test_before_is_by_execution_and_not_by_registration() -> None:
     found = profile.jump_ratio(np.array([9.0, 1, 1]), np.ones(3), np.array([2.0, 1, 0]))
     assert np.isnan(found[2])
     assert found[:2].tolist() == [9, 1]
+
+
+def plateau(peak: list[float]) -> tuple[float, float] | None:
+    return Profile(taps(*NAMES)).plateau(np.array(peak), np.ones(8), DEPTH)
+
+
+def test_a_plateau_is_from_where_to_where_it_stays_high() -> None:
+    assert plateau([1, 1, 50, 1, 50, 1, 50, 1]) == (2, 6)
+    assert plateau([1, 50, 1, 50, 1, 1, 1, 50]) == (1, 3)
+
+
+def test_one_place_is_no_plateau() -> None:
+    assert plateau([1, 1, 50, 1, 1, 1, 50, 1]) is None
+    assert plateau([1.0] * 8) is None

@@ -2,8 +2,9 @@
 
     make bench        (or: python -m tests.benchmarks.probe --quick, in a minute)
 
-Everything that is compared is run in turns in one process, and medians are taken; ratios mean
-something on any machine, milliseconds only on the one that the file names. Writes
+Everything that is compared is run in turns in one process, and the medians of the rounds' quotients
+are taken; ratios mean something on any machine, milliseconds only on the one that the file names.
+Writes
 build/bench/probe.json:
 
     tensors   naive_over_ours     the same statistics, one .item() each, over ours
@@ -48,19 +49,29 @@ COLD_BYTES = 64 * 2**20
 """More than the last-level cache of a server's core group; touched between two cold runs."""
 
 
-def medians(runs: dict[str, Callable[[], object]], rounds: int, cold: bool) -> dict[str, float]:
-    """Median seconds of each, run in turns."""
+Runs = dict[str, Callable[[], object]]
+
+
+def timed(runs: Runs, rounds: int, *, cold: bool = False) -> dict[str, list[float]]:
+    """Seconds of each, run in turns, in another order each second round; the first warms up."""
     evicted = torch.zeros(COLD_BYTES, dtype=torch.uint8)
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(rounds + 1):
-        for name, run in runs.items():
+        ordered = list(runs.items())
+        for name, run in ordered if number % 2 else reversed(ordered):
             if cold:
                 evicted.add_(1)
             started = time.perf_counter()
             run()
-            if number:  # the first round warms up
+            if number:
                 seconds[name].append(time.perf_counter() - started)
-    return {name: statistics.median(values) for name, values in seconds.items()}
+    return seconds
+
+
+def over(seconds: dict[str, list[float]], name: str, other: str) -> float:
+    """Median of the quotients of each round: what slows a round down slows both."""
+    pairs = zip(seconds[name], seconds[other], strict=True)
+    return statistics.median(one / another for one, another in pairs)
 
 
 def naive(x: torch.Tensor) -> list[float]:
@@ -91,29 +102,44 @@ def tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def measure_tensors(rounds: int) -> list[dict[str, Any]]:
-    """Ratios for each shape, dtype and state of the cache."""
-    found = []
-    for shape in SHAPES:
-        for dtype in DTYPES:
-            x, row = tensor(shape, dtype), empty_rows(1, torch.device("cpu"))[0]
-            runs: dict[str, Callable[[], object]] = {
-                "ours": lambda x=x, row=row: add_on_cpu(x, row, THRESHOLD),  # type: ignore[misc]
-                "sum": x.sum,
-                "naive": lambda x=x: naive(x),  # type: ignore[misc]
-            }
-            for cold in (False, True):
-                took = medians(runs, rounds, cold)
-                found.append(
-                    {
-                        "shape": list(shape),
-                        "dtype": str(dtype).removeprefix("torch."),
-                        "cache": "cold" if cold else "hot",
-                        "ours_ms": round(took["ours"] * 1e3, 3),
-                        "naive_over_ours": round(took["naive"] / took["ours"], 2),
-                        "ours_over_one_sum": round(took["ours"] / took["sum"], 2),
-                    }
-                )
-    return found
+    """Ratios for each shape, dtype and state of the cache.
+
+    All of them in each round, so that a busy minute of the machine is not one shape's alone.
+    """
+    cases = {
+        (shape, dtype, cold): runs_of(tensor(shape, dtype))
+        for shape in SHAPES
+        for dtype in DTYPES
+        for cold in (False, True)
+    }
+    took: dict[Any, dict[str, list[float]]] = {
+        case: {name: [] for name in runs} for case, runs in cases.items()
+    }
+    for _ in track(range(rounds), "tensors"):
+        for case, runs in cases.items():
+            for name, seconds in timed(runs, 1, cold=case[2]).items():
+                took[case][name] += seconds
+    return [
+        {
+            "shape": list(shape),
+            "dtype": str(dtype).removeprefix("torch."),
+            "cache": "cold" if cold else "hot",
+            "ours_ms": round(statistics.median(seconds["ours"]) * 1e3, 3),
+            "naive_over_ours": round(over(seconds, "naive", "ours"), 2),
+            "ours_over_one_sum": round(over(seconds, "ours", "sum"), 2),
+        }
+        for (shape, dtype, cold), seconds in took.items()
+    ]
+
+
+def runs_of(x: torch.Tensor) -> Runs:
+    """What is compared on one tensor."""
+    row = empty_rows(1, torch.device("cpu"))[0]
+    return {
+        "ours": lambda: add_on_cpu(x, row, THRESHOLD),
+        "sum": x.sum,
+        "naive": lambda: naive(x),
+    }
 
 
 def step_of(model: torch.nn.Module, called: Callable[..., Any], batch: int, context: int) -> Any:
@@ -155,16 +181,19 @@ def measure_steps(shape: dict[str, int], compiled: bool, rounds: int) -> dict[st
     for name, model in (("plain", plain), ("watched", watched), ("naive", naively)):
         called = torch.compile(model) if compiled else model
         runs[name] = step_of(model, called, shape["batch"], shape["context"])
-    took = medians(runs, rounds, cold=False)
+    # The naive way needs few rounds to be told from the others.
+    few = timed(runs, max(rounds // 6, 2))
+    took = timed({name: runs[name] for name in ("plain", "watched")}, rounds)
     exporter.close()
     return {
         **shape,
         "vocabulary": BYTES,
         "mode": "compiled" if compiled else "eager",
         "taps": len(find_taps(plain)),
-        "step_ms": round(took["plain"] * 1e3, 1),
-        "probe_share": round(took["watched"] / took["plain"] - 1, 4),
-        "naive_share": round(took["naive"] / took["plain"] - 1, 4),
+        "rounds": rounds,
+        "step_ms": round(statistics.median(took["plain"]) * 1e3, 1),
+        "probe_share": round(over(took, "watched", "plain") - 1, 4),
+        "naive_share": round(over(few, "naive", "plain") - 1, 4),
     }
 
 
@@ -176,7 +205,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few rounds, the smaller model only")
     parser.add_argument("--out", type=Path, default=REPOSITORY / "build" / "bench" / "probe.json")
     arguments = parser.parse_args()
-    tensor_rounds, step_rounds = (5, 5) if arguments.quick else (31, 15)
+    tensor_rounds, step_rounds = (5, 10) if arguments.quick else (31, 40)
     models = MODELS[1:] if arguments.quick else MODELS
     result = {
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
