@@ -372,6 +372,12 @@ class TrainingCollector(Collector):
             "edge",
             {} if plateau is None else {"first": plateau[0], "last": plateau[1]},
         )
+        yield self._gauges(
+            "act_logit_log_partition",
+            "Mean of log(sum(exp(logits))) over some rows of the last sampled step.",
+            "layer",
+            now.layers.log_partitions if now.layers is not None else {},
+        )
         bounds = now.layers.logit_bounds if now.layers is not None else {}
         for place, (name, text) in enumerate(_BOUND_HELP.items()):
             known = {layer: pair[place] for layer, pair in bounds.items()}

@@ -102,7 +102,8 @@ class Layers:
     Arrays are (taps,), those by rule (rules, taps), those by kind (kinds, taps); NaN where there
     is no value yet. `jump_ratio` and `plateau` are computed when asked for; `bad` is the number of
     taps that broke a serious rule in the step, `nonfinite_share` of those that ran how many were
-    not finite; `logit_bounds` has the bound and its baseline by attention.
+    not finite; `logit_bounds` has the bound and its baseline by attention, `log_partitions` one
+    number by head.
     """
 
     statistics: Statistics
@@ -122,6 +123,7 @@ class Layers:
     onset: Onset | None
     bad: int
     nonfinite_share: float
+    log_partitions: dict[str, float]
     logit_bounds: dict[str, tuple[float, float]]
 
     @property
@@ -158,6 +160,7 @@ class History:
         self._exceeded_steps = np.zeros((len(RULES), count))
         self._nonfinite = np.zeros((len(NONFINITE_KINDS), count))
         self._calls = np.zeros(count)
+        self._logits = np.array([tap.is_logits for tap in taps])
         self._changed = np.zeros(count, dtype=np.bool_)  # whether it ever differed from itself
         self._drift = Drift(count)
         self._profile = Profile(taps)
@@ -222,8 +225,15 @@ class History:
             onset=self.onset,
             bad=int((hard | nonfinite).sum()),
             nonfinite_share=float(nonfinite.sum() / max(called.sum(), 1)),
+            log_partitions=self._log_partitions(),
             logit_bounds=self._attention.bounds(),
         )
+
+    def _log_partitions(self) -> dict[str, float]:
+        """By head, of the last sampled step that ran it."""
+        found = self._rows[:, Column.LOG_PARTITION]
+        known = np.flatnonzero(self._logits & ~np.isneginf(found))
+        return {self._taps[tap][0]: float(found[tap]) for tap in known}
 
     def reset(self) -> None:
         """Forget the onset, peaks and counts in a row: the steps they came from are undone."""

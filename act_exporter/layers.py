@@ -81,6 +81,11 @@ class Tap:
     limit: int | None = None
     heads: Heads | None = None
 
+    @property
+    def is_logits(self) -> bool:
+        """Whether it is the head's output, the only one that has a limit."""
+        return self.limit is not None
+
 
 def find_taps(model: nn.Module, watch: Watch = "sublayers") -> list[Tap]:
     """The taps of `model`, in registration order.

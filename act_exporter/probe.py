@@ -116,6 +116,7 @@ class Probe:
         self._threshold = exceed_threshold
         self._limits = [tap.limit for tap in taps]
         self._heads = [tap.heads.dim if tap.heads is not None else 0 for tap in taps]
+        self._logits = [tap.is_logits for tap in taps]
         self._depth = np.full(len(taps), np.nan)
         self._largest = np.full(len(taps), np.nan)
         self._seen: list[torch.dtype | None] = [None] * len(taps)
@@ -243,6 +244,8 @@ class Probe:
             statistics.add(x, row, self._threshold)
             if self._heads[index]:
                 statistics.add_row_norm(x, row, self._heads[index])
+            if self._logits[index]:
+                statistics.note_log_partition(x, row)
         else:
             statistics.count_call(row)
         if x.dtype is not self._seen[index]:

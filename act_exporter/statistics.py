@@ -39,6 +39,7 @@ class Column(IntEnum):
     MIN = 8
     MAX = 9
     ROW_NORM = 10  # largest L2 norm of a head's row, of taps that have heads
+    LOG_PARTITION = 11  # of logits, at the last call; -inf where there is none
 
 
 COLUMNS = len(Column)
@@ -69,6 +70,10 @@ _SQUARES_SAFE = (1e-24, 1e36)
 
 # How many of those at once, in the second-level cache as float64.
 _UNUSUAL_ROWS = 64
+
+# Rows of logits whose log-partition is averaged: what it differs by from token to token in a
+# trained model, a few units, is down to a few tenths in their mean.
+_LOGIT_ROWS = 64
 
 # Smaller exceed thresholds are not compared by squares, which could vanish.
 _THRESHOLD_SAFE = 1e-15
@@ -116,6 +121,7 @@ def clear(rows: torch.Tensor) -> None:
     rows[:, Column.MIN].fill_(torch.inf)
     rows[:, Column.MAX].fill_(-torch.inf)
     rows[:, Column.ROW_NORM].zero_()
+    rows[:, Column.LOG_PARTITION].fill_(-torch.inf)
 
 
 def count_call(row: torch.Tensor) -> None:
@@ -389,6 +395,17 @@ def add_row_norm(x: torch.Tensor, row: torch.Tensor, dim: int) -> None:
     row[Column.ROW_NORM] = torch.maximum(row[Column.ROW_NORM], largest.to(row.dtype))
 
 
+def note_log_partition(x: torch.Tensor, row: torch.Tensor) -> None:
+    """Keep the mean log-partition, log(sum(exp(x))), of some rows of logits `x` (..., classes).
+
+    Of rows spread over the batch, since the exponentials of a whole vocabulary cost more than all
+    other statistics; never waits for a device.
+    """
+    rows = x.detach().reshape(-1, x.shape[-1])
+    some = rows[:: max(rows.shape[0] // _LOGIT_ROWS, 1)][:_LOGIT_ROWS]
+    row[Column.LOG_PARTITION] = torch.logsumexp(some.float(), dim=-1).mean()
+
+
 def in_memory_order(x: torch.Tensor) -> torch.Tensor:
     """The elements of `x`, flat (n,), in the order of memory, which mostly spares a copy."""
     if x.is_contiguous() and not x.is_neg():
@@ -406,7 +423,7 @@ def merge(rows: list[Array]) -> Array:
     for other in rows[1:]:
         merged[:, _SUMS] += other[:, _SUMS]
         np.minimum(merged[:, Column.MIN], other[:, Column.MIN], out=merged[:, Column.MIN])
-        for column in (Column.MAX, Column.ROW_NORM):
+        for column in (Column.MAX, Column.ROW_NORM, Column.LOG_PARTITION):
             np.maximum(merged[:, column], other[:, column], out=merged[:, column])
     return merged
 

@@ -80,6 +80,7 @@ FOR_THE_GUARD = {
     "history.History.rebaseline",
     "history.History.reset",
     "history.History.state_dict",
+    "history.History.set_baseline",
     "peaks.HeldMaximum.clear",
     "drift.Drift.clear",
     "diagnosis.Diagnosis.resumed",

@@ -387,3 +387,43 @@ def test_rows_of_two_devices_merge() -> None:
     first, second = torch.tensor([1.0, -2.0]), torch.tensor([5.0])
     merged = merge([row_of(add_on_cpu, first), row_of(add_on_cpu, second)])
     assert_right(merged, torch.cat([first, second]))
+
+
+class TestLogPartition:
+    @pytest.mark.parametrize("rows", [1, 64, 1000])
+    def test_is_that_of_the_rows(self, rows: int) -> None:
+        torch.manual_seed(0)
+        x = torch.randn(1, rows, 50) + 20
+        row = empty_rows(1, torch.device("cpu"))[0]
+        statistics.note_log_partition(x.bfloat16(), row)
+        wanted = float(torch.logsumexp(x.double(), -1).mean())
+        assert float(row[Column.LOG_PARTITION]) == pytest.approx(wanted, abs=0.1)
+
+    def test_large_logits_do_not_overflow(self) -> None:
+        row = empty_rows(1, torch.device("cpu"))[0]
+        statistics.note_log_partition(torch.full((3, 4), 6e4, dtype=torch.float16), row)
+        assert float(row[Column.LOG_PARTITION]) == pytest.approx(6e4 + math.log(4), rel=1e-3)
+
+
+class TestRowNorm:
+    def test_is_the_largest_over_heads_and_rows(self) -> None:
+        torch.manual_seed(0)
+        x = torch.randn(3, 5, 32)
+        row = empty_rows(1, torch.device("cpu"))[0]
+        statistics.add_row_norm(x, row, 8)
+        assert float(row[Column.ROW_NORM]) == pytest.approx(
+            float(x.view(3, 5, 4, 8).norm(dim=-1).max())
+        )
+        statistics.add_row_norm(x / 2, row, 8)
+        assert float(row[Column.ROW_NORM]) > float(x.view(3, 5, 4, 8).norm(dim=-1).max()) * 0.99
+
+    def test_rows_with_a_nan_do_not_count(self) -> None:
+        x = torch.tensor([[3.0, 4.0], [math.nan, 100.0]])
+        row = empty_rows(1, torch.device("cpu"))[0]
+        statistics.add_row_norm(x, row, 2)
+        assert float(row[Column.ROW_NORM]) == pytest.approx(5)
+
+    def test_what_cannot_be_cut_into_heads_is_left_alone(self) -> None:
+        row = empty_rows(1, torch.device("cpu"))[0]
+        statistics.add_row_norm(torch.ones(2, 7), row, 4)
+        assert float(row[Column.ROW_NORM]) == 0

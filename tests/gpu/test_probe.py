@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from act_exporter import start_exporter
+from act_exporter.memory import device_memory
 from act_exporter.statistics import Column, Statistics
 from deploy.demo.train import GPT
 from tests.act_exporter.test_probe import Watched
@@ -170,3 +171,9 @@ def test_graphs_that_a_compiler_makes_can_be_sampled_or_not(model: GPT) -> None:
     (sample,) = watched.probe.arrived()
     assert set(sample.rows[:, Column.CALLS].tolist()) == {5}
     assert watched.errors == []
+
+
+def test_device_memory_is_on_the_page(model: GPT) -> None:
+    found = device_memory()
+    allocated, limit = found[str(next(model.parameters()).device)]
+    assert 0 < allocated < limit
