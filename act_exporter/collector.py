@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 
 from act_exporter.diagnosis import VERDICTS, Verdict
 from act_exporter.history import NONFINITE_KINDS, RULES, Layers, Thresholds
+from act_exporter.journal import Journal
 from act_exporter.layers import Tap
 from act_exporter.memory import device_memory
 from act_exporter.statistics import Array
@@ -152,7 +153,9 @@ class LayerPage:
         self._prefixes = {
             family.name: [
                 [
-                    _series(family.name, {**labels, "layer": tap.layer, "tensor": tap.tensor}, more)
+                    sample_prefix(
+                        family.name, {**labels, "layer": tap.layer, "tensor": tap.tensor}, more
+                    )
                     for tap in kept
                 ]
                 for more in _more_labels(family)
@@ -189,7 +192,8 @@ def _more_labels(family: Family) -> list[dict[str, str]]:
     return [{name: value} for value in values]
 
 
-def _series(name: str, labels: dict[str, str], more: dict[str, str]) -> str:
+def sample_prefix(name: str, labels: dict[str, str], more: dict[str, str]) -> str:
+    """A sample's name and labels, escaped: all of its line but the value."""
     pairs = ",".join(f'{key}="{_escaped(value)}"' for key, value in {**labels, **more}.items())
     return f"{name}{{{pairs}}} "
 
@@ -266,6 +270,7 @@ class TrainingCollector(Collector):
         facts: what does not change.
         series_dropped: layer series that had no place on the page.
         scrape_seconds: how long the last scrape took.
+        journal: whose counts are told; None where there is none.
     """
 
     def __init__(
@@ -276,6 +281,7 @@ class TrainingCollector(Collector):
         facts: Sequence[Fact],
         series_dropped: int,
         scrape_seconds: Callable[[], float | None],
+        journal: Journal | None,
     ) -> None:
         self._labels = labels
         self._training = training
@@ -283,6 +289,7 @@ class TrainingCollector(Collector):
         self._facts = facts
         self._series_dropped = series_dropped
         self._scrape_seconds = scrape_seconds
+        self._journal = journal
 
     def collect(self) -> Iterator[Metric]:
         """All families, with a value or without."""
@@ -332,6 +339,23 @@ class TrainingCollector(Collector):
             "act_scrape_duration_seconds",
             "Time that rendering this page took at the scrape before.",
             self._scrape_seconds(),
+        )
+        kept = self._journal
+        yield self._counter(
+            "act_journal_records",
+            "Lines written to the journal.",
+            {} if kept is None else {"": kept.records},
+        )
+        yield self._counter(
+            "act_journal_bytes",
+            "Their size before compression.",
+            {} if kept is None else {"": kept.bytes},
+        )
+        yield self._counter(
+            "act_journal_dropped",
+            "Lines lost: the writer was too slow (queue), or the disk did not take them (write).",
+            {} if kept is None else kept.dropped,
+            "reason",
         )
         yield self._counter(
             "act_errors", "Errors inside the exporter, by stage.", self._errors, "stage"

@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -17,7 +18,8 @@ from act_exporter.collector import LayerPage, Training, TrainingCollector, const
 from act_exporter.diagnosis import Diagnosis, Facts
 from act_exporter.exceptions import SettingError, StateError
 from act_exporter.gradients import Gradients, Scaler, Which
-from act_exporter.history import History, Layers, Onset, Thresholds
+from act_exporter.history import NONFINITE_KINDS, History, Layers, Onset, Thresholds
+from act_exporter.journal import Journal
 from act_exporter.layers import Watch, find_taps
 from act_exporter.overhead import Overhead
 from act_exporter.probe import Probe, Sample
@@ -29,7 +31,7 @@ from act_exporter.training import TrainingHistory
 
 log = logging.getLogger(__name__)
 
-_STAGES = ("hook", "step", "record", "gradient", "server", "scrape", "silent")
+_STAGES = ("hook", "step", "record", "gradient", "server", "scrape", "silent", "journal")
 
 
 class Exporter:
@@ -55,6 +57,7 @@ class Exporter:
         scaler: Scaler | None = None,
         max_series: int | None = None,
         baseline: Mapping[tuple[str, str], float] | None = None,
+        journal: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not run or not run.isprintable():
@@ -98,6 +101,11 @@ class Exporter:
             on_error=self._count_error,
         )
         self._steps = Steps(model, self._finish_step, self._count_error)
+        self._journal = (
+            None
+            if journal is None
+            else Journal(journal, run=run, rank=rank, taps=taps, on_error=self._count_error)
+        )
         self.registry.register(
             TrainingCollector(
                 labels,
@@ -106,6 +114,7 @@ class Exporter:
                 constants(thresholds, self._page.series + self._gradients.series),
                 self._page.series_dropped,
                 lambda: self._scrape_seconds,
+                self._journal,
             )
         )
         log.info("watching %d tensors of run %s", len(taps), run)
@@ -187,6 +196,8 @@ class Exporter:
         self._numbers.reset()
         self._diagnosis.resumed()
         self._standing = True
+        self._onset = None
+        self._note("rollback", to=generation)
         self._training = dataclasses.replace(
             self._training,
             generation=generation,
@@ -239,6 +250,8 @@ class Exporter:
         self._steps.close()
         self._probe.close()
         self._gradients.close()
+        if self._journal is not None:
+            self._journal.close()
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -305,6 +318,7 @@ class Exporter:
                 rate = self._steps.learning_rate
                 sick = self._training.verdict is not None
                 judged.append(self._history.observe(sample, rate, sick))
+                self._write(sample, judged[-1])
                 self._numbers.observe(sample.values)
                 known = {} if rate is None else {"learning_rate": rate}
                 values = {**self._training.values, **sample.values, **known}
@@ -335,7 +349,10 @@ class Exporter:
         )
         verdict = self._diagnosis.observe(facts)
         onset = layers.onset
+        if onset is None and self._onset is not None:
+            self._note("clean")
         if onset is not None and onset != self._onset:
+            self._note("onset", verdict=verdict, **dataclasses.asdict(onset))
             log.warning(
                 "step %d: %s of %s went bad first (rule %s); by how it began: %s",
                 onset.step,
@@ -348,6 +365,23 @@ class Exporter:
         self._training = dataclasses.replace(
             self._training, signals=self._numbers.signals, verdict=verdict
         )
+
+    def _write(self, sample: Sample, layers: Layers) -> None:
+        if self._journal is not None:
+            self._journal.write(
+                sample.step,
+                sample.time,
+                self._training.generation,
+                layers.statistics,
+                sample.rows[:, list(NONFINITE_KINDS.values())].T,
+                sample.rows[:, Column.CALLS] > 0,
+            )
+
+    def _note(self, kind: str, **fields: Any) -> None:
+        now = self._training
+        if self._journal is not None:
+            step = fields.pop("step", now.step)
+            self._journal.note(kind, step, now.finished_at, now.generation, **fields)
 
     def _notice_silence(self, sample: Sample) -> None:
         wrong = self._silence.observe(sample.rows[:, Column.CALLS])

@@ -46,6 +46,7 @@ class Overhead:
         self._fresh = {True: 0, False: 0}  # since the last judgement
         self._ended: float | None = None
         self._steps = 0
+        self._measured: tuple[float, float] | None = None
 
     def samples(self, distance: int) -> bool:
         """Whether the step that begins is sampled, `distance` steps after the last one that was."""
@@ -58,6 +59,8 @@ class Overhead:
         if self._ended is not None:
             self._durations[sampled].append(now - self._ended)
             self._fresh[sampled] += 1
+            if not sampled:  # with each of the rare ones, since it costs a few medians
+                self._measured = self._extra()
         self._ended = now
         # Judged on new steps each time: who looks at every step finds chance sooner or later.
         if self._budget is None or min(self._fresh.values()) < _KEPT:
@@ -79,8 +82,7 @@ class Overhead:
 
         Of a sampled step's extra time each step bears its part; never below 0.
         """
-        measured = self._extra()
-        return None if measured is None else max(measured[0], 0.0)
+        return None if self._measured is None else max(self._measured[0], 0.0)
 
     def _exceeded(self, budget: float) -> bool:
         measured = self._extra()

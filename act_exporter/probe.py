@@ -46,6 +46,7 @@ class Sample:
 
     Attributes:
         step: the step.
+        time: when it ended, Unix seconds.
         rows: (taps, COLUMNS), on the host.
         values: what `Probe.record` was given since the last sample, by name.
         depth: (taps,) position in the order in which the taps first ran; NaN for those that didn't.
@@ -53,6 +54,7 @@ class Sample:
     """
 
     step: int
+    time: float
     rows: Array
     values: dict[str, float]
     depth: Array
@@ -64,6 +66,7 @@ class _Copy:
     """One sample on its way to the host."""
 
     step: int
+    time: float
     depth: Array
     largest: Array
     # A tensor a device: its rows one after the other, then the values with these names.
@@ -81,7 +84,8 @@ class _Copy:
             numbers = tensor.double().numpy()
             matrices.append(numbers[:size].reshape(taps, statistics.COLUMNS))
             values.update(zip(names, numbers[size:].tolist(), strict=True))
-        return Sample(self.step, statistics.merge(matrices), values, self.depth, self.largest)
+        rows = statistics.merge(matrices)
+        return Sample(self.step, self.time, rows, values, self.depth, self.largest)
 
 
 class Probe:
@@ -177,7 +181,7 @@ class Probe:
         if len(self._copies) >= _PENDING_LIMIT:
             self._clear()
             raise RuntimeError(f"{_PENDING_LIMIT} samples have not reached the host; one is lost")
-        copy = _Copy(step, self._depth.copy(), self._largest.copy())
+        copy = _Copy(step, time.time(), self._depth.copy(), self._largest.copy())
         recorded = self._recorded
         self._recorded = {}
         for device, matrix in self._matrices.items():

@@ -17,6 +17,7 @@ from act_exporter.exporter import Exporter
 from act_exporter.gradients import Scaler, Which
 from act_exporter.history import Thresholds
 from act_exporter.layers import Watch
+from act_exporter.levels import read_levels
 
 DEFAULT_PORT = 9460
 
@@ -35,6 +36,8 @@ def start_exporter(
     gradients: Which = True,
     scaler: Scaler | None = None,
     max_series: int | None = 20_000,
+    journal: str | Path | None = None,
+    baseline: str | Path | None = None,
 ) -> Exporter:
     """Watch `model` and serve its statistics on `http://host:port/metrics`.
 
@@ -66,6 +69,10 @@ def start_exporter(
         max_series: how many layer series a page may have; beyond it the most nested layers (experts
             of a mixture) are judged here but not exposed, which `act_series_dropped_total` says.
             20,000 are some 90 blocks at the default watch level.
+        journal: a folder for every sampled step as JSON lines, kept for 30 days; default
+            `ACT_JOURNAL`, else none is written.
+        baseline: a file of `act-exporter baseline`: baselines of a small run with the same layer
+            names, in force from the first step on. Others are learnt.
 
     Returns:
         The running exporter; `close()` it, or use it in a `with` statement.
@@ -83,6 +90,7 @@ def start_exporter(
     if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port <= 65_535:
         raise SettingError(f"port={port!r} is no whole number between 0 and 65535")
     local_rank = _variable("LOCAL_RANK", 0)
+    journal = journal if journal is not None else os.environ.get("ACT_JOURNAL")
     exporter = Exporter(
         model,
         run=run if run is not None else _default_run(),
@@ -94,6 +102,8 @@ def start_exporter(
         gradients=gradients,
         scaler=scaler,
         max_series=max_series,
+        baseline=read_levels(Path(baseline)) if baseline is not None else None,
+        journal=Path(journal) if journal else None,
     )
     host = host or os.environ.get("ACT_HOST") or "127.0.0.1"
     exporter.serve(host, port + local_rank if port else 0)

@@ -24,6 +24,8 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from torch import nn
 
 from act_exporter import Exporter, SettingError, StateError, Thresholds, start_exporter
+from act_exporter.levels import learn_levels, write_levels
+from act_exporter.records import Reader
 from deploy.demo.servers import wait_for
 from tests.act_exporter.models import gpt, train
 
@@ -701,3 +703,65 @@ class TestMaxSeries:
     def test_a_limit_that_cannot_be_is_an_error(self, limit: object) -> None:
         with pytest.raises(SettingError, match="max_series"):
             start_exporter(gpt(), 0, max_series=limit)  # type: ignore[arg-type]
+
+
+class TestJournal:
+    def test_holds_every_sampled_step_and_what_happened(
+        self, model: nn.Module, tmp_path: Path
+    ) -> None:
+        with start_exporter(model, 0, thresholds=QUICK, journal=tmp_path / "journal") as exporter:
+            train(model, 40)
+            with torch.no_grad():
+                model.get_submodule("blocks.1.attn.qkv").weight.mul_(1e4)
+            train(model, 1)
+            exporter.reset(generation=1)
+            train(model, 1)
+            taps = len(exporter._training.layers.calls)  # type: ignore[union-attr]
+            assert value(exporter, "act_journal_dropped_total", reason="queue") == 0
+        records = list(Reader(tmp_path / "journal").records())
+        assert [record.step for record in records if record.layer == "embed"] == [*range(1, 43)]
+        assert len(records) == 42 * taps
+        assert {record.generation for record in records if record.step > 41} == {1}
+        notes = [(note.kind, note.step) for note in Reader(tmp_path / "journal").notes()]
+        assert notes == [("onset", 41), ("rollback", 41), ("onset", 42)]
+        first = next(Reader(tmp_path / "journal").notes())
+        assert first.fields["layer"] == "blocks.1.attn.proj"
+        assert first.fields["verdict"] == "activation"
+
+    def test_a_folder_that_cannot_be_is_counted_and_training_goes_on(
+        self, model: nn.Module, tmp_path: Path
+    ) -> None:
+        (tmp_path / "file").write_text("in the way")
+        with start_exporter(model, 0, journal=tmp_path / "file" / "journal") as exporter:
+            train(model, 3)
+            wait_for(
+                lambda: value(exporter, "act_errors_total", stage="journal") == 1,
+                "the error to be counted",
+            )
+            assert value(exporter, "act_step") == 3
+
+    def test_the_variable_names_the_folder(
+        self, model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("ACT_JOURNAL", str(tmp_path / "journal"))
+        with start_exporter(model, 0):
+            train(model, 1)
+        assert list(Reader(tmp_path / "journal").records())
+
+    def test_baselines_of_a_small_run_are_in_force_in_the_large_one(
+        self, model: nn.Module, tmp_path: Path
+    ) -> None:
+        with start_exporter(model, 0, journal=tmp_path / "journal"):
+            train(model, 110)  # one in fifty is not sampled
+        levels = learn_levels(Reader(tmp_path / "journal"))
+        write_levels(tmp_path / "baseline.json", levels)
+        large = gpt()
+        with start_exporter(large, 0, baseline=tmp_path / "baseline.json") as exporter:
+            train(large, 1)
+            found = value(exporter, "act_layer_absmax_baseline", layer="embed")
+            assert found == levels.absmax["embed", "output"]
+            assert value(exporter, "act_layer_absmax_baseline", layer="head") is not None
+
+    def test_a_baseline_file_that_is_none_is_an_error(self, tmp_path: Path) -> None:
+        with pytest.raises(SettingError, match=r"baseline.*nothing\.json"):
+            start_exporter(gpt(), 0, baseline=tmp_path / "nothing.json")

@@ -58,7 +58,7 @@ class Run:
                 row[Column.SUM_SQUARES] = value**2
                 row[Column.MIN], row[Column.MAX] = -value, value / 2
         places = np.arange(len(absmax), dtype=float) if depth is None else np.array(depth)
-        return Sample(self.step, rows, {}, places, np.full(len(absmax), 65504.0))
+        return Sample(self.step, 0.0, rows, {}, places, np.full(len(absmax), 65504.0))
 
 
 def of(layers: Layers, field: str, rule: str, tap: int = 0) -> float:
@@ -219,7 +219,7 @@ class TestState:
         other.load_state_dict(run.history.state_dict())
         rows = np.zeros((2, COLUMNS))
         rows[:, [Column.CALLS, Column.COUNT]] = 1
-        layers = other.observe(Sample(41, rows, {}, np.arange(2.0), np.ones(2)), None)
+        layers = other.observe(Sample(41, 0.0, rows, {}, np.arange(2.0), np.ones(2)), None)
         assert list(layers.baseline) == [1, 1]
         assert layers.window_mean[0] == pytest.approx(0.95)  # nineteen of 1, one of 0
 
