@@ -15,13 +15,18 @@ _PACKAGE = Path(__file__).parent / "_assets"
 _CHECKOUT = Path(__file__).parent.parent
 
 
+def assets_folder() -> Path:
+    """The folder that holds `prometheus`, `grafana`, `deploy` and `alerting`."""
+    return _PACKAGE if _PACKAGE.is_dir() else _CHECKOUT
+
+
 def write_assets(folder: Path) -> list[Path]:
     """Write all of them below `folder` and return the files' paths.
 
     Raises:
         SettingError: one of them is there already; nothing was written.
     """
-    source = _PACKAGE if _PACKAGE.is_dir() else _CHECKOUT
+    source = assets_folder()
     files = [
         path.relative_to(source)
         for part in _PARTS

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import sqlite3
 import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from torch import nn
 
 from act_exporter.collector import LayerPage
 from act_exporter.exceptions import ActExporterError, SettingError
 from act_exporter.layers import Tap, find_taps
+from act_exporter.levels import BASELINE_STEPS
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -28,6 +33,7 @@ def main() -> None:
 
     from act_exporter import __version__
     from act_exporter.assets import write_assets
+    from act_exporter.rules import DEFAULTS, RuleThresholds, write_rules
 
     app = typer.Typer(
         no_args_is_help=True,
@@ -94,11 +100,152 @@ def main() -> None:
         typer.echo(f"{tensors}, {series} series at most")
 
     @app.command()
+    def backfill(
+        folder: Path = typer.Argument(..., help="A run's journal folder."),
+        output: Path | None = typer.Option(
+            None, "--output", "-o", help="Where to write; the standard output by default."
+        ),
+    ) -> None:
+        """Turn journals into OpenMetrics, for the steps that no scrape saw.
+
+        Prometheus takes them into its own folder, --storage.tsdb.path, and loads them at its next
+        compaction or start:
+
+        act-exporter backfill runs/gpt/journal -o gpt.om
+
+        promtool tsdb create-blocks-from openmetrics gpt.om /var/lib/prometheus
+
+        The series have the names and labels of the live page, their generation, and
+        job="act-journal". Older samples than --storage.tsdb.retention.time are deleted again;
+        samples of the last 15 minutes are left out, since the live rules would judge them anew.
+        Sorting takes about as much space in $TMPDIR as the journals have uncompressed.
+        """
+        from act_exporter.backfill import YOUNGEST_SECONDS, parts
+        from act_exporter.backfill import backfill as write_openmetrics
+        from act_exporter.records import Reader
+
+        try:
+            reader = Reader(folder)
+            with _progress("backfill", parts(reader)) as advance:
+                written = write_openmetrics(
+                    reader,
+                    lambda: _opened(output),
+                    now=time.time(),
+                    progress=advance,
+                )
+        except (ActExporterError, OSError, sqlite3.Error) as error:
+            typer.echo(f"act-exporter: {error}", err=True)
+            raise typer.Exit(1) from None
+        if reader.skipped:
+            typer.echo(f"{reader.skipped} lines skipped: torn by a crash, or no record", err=True)
+        if written.same:
+            typer.echo(
+                f"{written.same} records left out: a later one has the same millisecond", err=True
+            )
+        if written.young:
+            typer.echo(
+                f"{written.young} records left out: younger than {YOUNGEST_SECONDS // 60} minutes,"
+                " or of the future; the live rules would judge them anew",
+                err=True,
+            )
+        if not written.records:
+            typer.echo("act-exporter: no records are left, nothing was written", err=True)
+            raise typer.Exit(1)
+        typer.echo(f"{written.samples} samples of {written.records} records", err=True)
+
+    @app.command()
+    def baseline(
+        folder: Path = typer.Argument(..., help="The journal folder of a small, healthy run."),
+        output: Path = typer.Option(..., "--output", "-o", help="Where to write."),
+        steps: int = typer.Option(
+            BASELINE_STEPS, min=1, help="Sampled steps that are taken, the last ones of the run."
+        ),
+    ) -> None:
+        """Learn baselines from a small run, for a large one of the same layer names.
+
+        They are the median absmax of each tensor over the run's last 100 sampled steps. A run with
+        an anomaly in those, or with fewer, is refused.
+
+        Example: act-exporter baseline runs/small/journal -o baseline.json
+        """
+        from act_exporter.levels import learn_levels, write_levels
+        from act_exporter.records import Reader
+
+        try:
+            levels = learn_levels(Reader(folder), steps)
+            write_levels(output, levels)
+        except (ActExporterError, OSError) as error:
+            typer.echo(f"act-exporter: {error}", err=True)
+            raise typer.Exit(1) from None
+        for layer, tensor in levels.left_out:
+            typer.echo(f"left out: {layer} ({tensor}) ran too seldom or was 0", err=True)
+        typer.echo(
+            f"{len(levels.absmax)} baselines from steps {levels.steps[0]} to {levels.steps[-1]} of"
+            f" run {levels.run}"
+        )
+
+    @app.command()
+    def rules(
+        folder: Path = typer.Option(
+            ..., "-o", "--output", help="Where to write the rule files; created where missing."
+        ),
+        hard: float = typer.Option(
+            DEFAULTS.hard, help="Times the baseline that a layer may reach."
+        ),
+        sigma: float = typer.Option(
+            DEFAULTS.sigma, help="Standard deviations above the window's mean."
+        ),
+        window: int = typer.Option(DEFAULTS.window, help="Sampled steps in the window."),
+        consecutive: int = typer.Option(
+            DEFAULTS.consecutive, help="Bad sampled steps in a row that ask for a rollback."
+        ),
+        vmalert: bool = typer.Option(False, "--vmalert", help="For VictoriaMetrics' vmalert."),
+    ) -> None:
+        """Render the alert rules for other thresholds than the shipped ones.
+
+        The trainer must judge by the same: give them to start_exporter too. Files that were
+        rendered before are replaced.
+
+        Example: act-exporter rules --hard 50 -o monitoring/prometheus/rules
+        """
+        try:
+            thresholds = RuleThresholds(
+                hard=hard, sigma=sigma, window=window, consecutive=consecutive
+            )
+            for path in write_rules(folder, thresholds, vmalert=vmalert):
+                typer.echo(path)
+        except (ActExporterError, OSError) as error:
+            typer.echo(f"act-exporter: {error}", err=True)
+            raise typer.Exit(1) from None
+
+    @app.command()
     def version() -> None:
         """Print the version."""
         typer.echo(__version__)
 
     app()
+
+
+@contextlib.contextmanager
+def _opened(output: Path | None) -> Iterator[TextIO]:
+    """The file, or the standard output, which stays open."""
+    if output is None:
+        yield sys.stdout
+    else:
+        with output.open("w", encoding="utf-8") as stream:
+            yield stream
+
+
+@contextlib.contextmanager
+def _progress(what: str, parts: int) -> Iterator[Callable[[], None]]:
+    """A bar on the terminal, where there is one, that the yielded function moves on by a part."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(what, total=parts)
+        yield lambda: progress.advance(task)
 
 
 def _build(target: str) -> nn.Module:

@@ -21,7 +21,13 @@ from alerting.exceptions import ConfigError
 
 DEFAULT_LISTEN = "127.0.0.1:9464"
 """Loopback, and next to the trainers' 9460 and following."""
-DEFAULT_ALERTS = ("ActLayerAboveBaseline", "ActLayerNonFinite", "ActRunaway")
+DEFAULT_ALERTS = (
+    "ActLayerAboveBaseline",
+    "ActLayerNonFinite",
+    "ActLayerHeadroomLow",
+    "ActLossNonFinite",
+    "ActRunaway",
+)
 """The shipped rules that carry an `action` label."""
 DEFAULT_BACKUP_INTERVAL_SECONDS = 900.0
 """15 minutes: a backup of a large model takes minutes and terabytes; alerts repeat every 5."""

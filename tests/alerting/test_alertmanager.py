@@ -37,6 +37,34 @@ RECEIVERS = {
     "ActLayerAboveWindowSustained": "people",
     "ActExporterDown": "people",
     "ActTrainerStalled": "people",
+    "ActLayerHeadroomLow": TRAINER_AND_PEOPLE,
+    "ActLossNonFinite": TRAINER_AND_PEOPLE,
+    "ActLayerDrift": "people",
+    "ActLayerDepthSpike": "people",
+    "ActLayerHeadroomEnding": "people",
+    "ActLayerDead": "people",
+    "ActAttentionLogitsGrowing": "people",
+    "ActRankSpread": "people",
+    "ActLossSpike": "people",
+    "ActGradientNonFinite": "people",
+    "ActGradientExplosion": "people",
+    "ActGradientVanishing": "people",
+    "ActDiagnosis": "people",
+    "ActExporterAbsent": "people",
+    "ActHooksSilent": "people",
+    "ActExporterErrors": "people",
+    "ActOverheadHigh": "people",
+    "ActSeriesDropped": "people",
+    "ActJournalDropping": "people",
+    "ActThresholdsDiffer": "people",
+    "ActMemoryNearEnd": "people",
+    "ActCheckpointStale": "people",
+    "ActCheckpointFailing": "people",
+    "ActRollbackBudgetSpent": "people",
+    "ActReceiverDown": "people",
+    "ActNotificationsFailing": "people",
+    # For a dead-man's switch, whose route a user adds; never for people.
+    "ActWatchdog": "dashboard",
 }
 
 CHAT_SECRET = "chat-secret"
@@ -134,11 +162,28 @@ class TestRoutes:
             if child is not self.trainer:
                 assert child.keys() <= {"receiver", "matchers"}
 
-    def test_alerts_are_silenced_only_where_both_have_a_layer(self) -> None:
+    def test_alerts_are_silenced_only_where_both_have_what_is_compared(self) -> None:
         """Labels that are missing on both sides count as equal."""
         for rule in self.config["inhibit_rules"]:
-            assert 'layer=~".+"' in rule["source_matchers"]
-            assert 'layer=~".+"' in rule["target_matchers"]
+            # Where a layer is named, the rules name run and tensor with it.
+            present = f'{"layer" if "layer" in rule["equal"] else "run"}=~".+"'
+            assert "run" in rule["equal"]
+            assert present in rule["source_matchers"]
+            assert present in rule["target_matchers"]
+
+    def test_only_critical_alerts_silence_and_no_request_is_silenced(self) -> None:
+        def named(matchers: list[str]) -> list[dict[str, str]]:
+            (names,) = (m for m in matchers if m.startswith("alertname"))
+            return [labels_of(name) for name in names.split('"')[1].split("|")]
+
+        for rule in self.config["inhibit_rules"]:
+            for source in named(rule["source_matchers"]):
+                assert source["severity"] == "critical"
+                assert set(rule["equal"]) <= set(source)
+            for target in named(rule["target_matchers"]):
+                assert target["severity"] != "critical"
+                assert "action" not in target
+                assert set(rule["equal"]) <= set(target)
 
     def test_the_token_is_not_the_file_that_the_receiver_reads(self) -> None:
         """Either is open to its reader alone, and the two readers are different users."""
@@ -529,6 +574,95 @@ class TestDelivery:
         assert "h.1.mlp output of silenced reached" in message["text"]
         assert "h.2.mlp output of silenced was over 5" in message["text"]
         assert "h.1.mlp output of silenced was over 5" not in message["text"]
+
+    def test_each_inhibit_rule_silences_the_same_run_and_layer_and_no_other(
+        self, delivery: Delivery
+    ) -> None:
+        silenced = (
+            ("ActLayerAboveBaseline", "ActLayerDrift", "layer"),
+            ("ActLayerAboveBaseline", "ActLayerDepthSpike", "layer"),
+            ("ActLayerNonFinite", "ActLayerHeadroomEnding", "layer"),
+            ("ActLossNonFinite", "ActLossSpike", "run"),
+            ("ActGradientNonFinite", "ActGradientExplosion", "run"),
+        )
+
+        def about(name: str, run: str, layer: str) -> dict[str, Any]:
+            more = {"layer": layer} if "layer" in labels_of(name) else {}
+            return alert(name, run=run, **more)
+
+        for number, (source, target, level) in enumerate(silenced):
+            run = f"inhibit-{number}"
+            other = (run, "h.9") if level == "layer" else (f"{run}-other", "h.1")
+            delivery.fire(
+                about(source, run, "h.1"), about(target, run, "h.1"), about(target, *other)
+            )
+        for number, (source, target, level) in enumerate(silenced):
+            run = f"inhibit-{number}"
+            delivery.wait_for(
+                lambda run=run: any(f"run {run}" in m["title"] for m in delivery.messages(run)),
+                "a chat message",
+            )
+            ours = [m for m in delivery.messages(run) if not m["title"].endswith("other")]
+            lines = [line for m in ours for line in m["text"].splitlines()]
+            assert [line for line in lines if line.startswith(f"{source} ")]
+            told = [line for line in lines if line.startswith(f"{target} ")]
+            if level == "layer":
+                assert [line for line in told if "h.9" in line]
+                assert not [line for line in told if "h.1" in line]
+            else:
+                assert told == []
+                (others,) = delivery.wait_for(
+                    lambda run=run: delivery.messages(f"{run}-other"), "the other run's message"
+                )
+                assert target in others["text"]
+
+    def test_what_led_to_a_crash_is_told_beside_it(self, delivery: Delivery) -> None:
+        """Held alerts are the explanation: an exporter that is down silences none of them."""
+        names = ("ActMemoryNearEnd", "ActLayerHeadroomLow", "ActLossSpike", "ActRankSpread")
+        delivery.fire(alert("ActExporterDown"), *(alert(name, run="crashed") for name in names))
+        delivery.wait_for(
+            lambda: all(
+                any(name in message["text"] for message in delivery.messages("crashed"))
+                for name in names
+            ),
+            "all of them in the chat",
+        )
+
+    def test_warnings_of_all_layers_at_once_are_one_message_a_run(self, delivery: Delivery) -> None:
+        kinds = ("ActLayerDepthSpike", "ActLayerDrift", "ActRankSpread", "ActLayerDead")
+        for run in ("flood-a", "flood-b"):
+            delivery.fire(
+                *(
+                    alert(kind, run=run, layer=f"h.{layer}.mlp")
+                    for kind in kinds
+                    for layer in range(30)
+                )
+            )
+        for run in ("flood-a", "flood-b"):
+            delivery.wait_for(lambda run=run: delivery.messages(run), "a chat message")
+        delivery.settle()
+        for run in ("flood-a", "flood-b"):
+            (message,) = delivery.messages(run)
+            assert message["title"] == f"120 firing: run {run}"
+            assert len(delivery.mails(run)) == 1
+            assert delivery.requests(run) == []
+
+    def test_the_watchdog_is_told_to_nobody(self, delivery: Delivery) -> None:
+        before = len(delivery.receiver.posts)
+        delivery.fire(alert("ActWatchdog"))
+        delivery.settle()
+        assert not any("ActWatchdog" in json.dumps(post.body) for post in delivery.chat.posts)
+        assert not any("ActWatchdog" in mail["Subject"] for mail in delivery.mailbox.mails)
+        assert len(delivery.receiver.posts) == before
+
+    def test_headroom_and_a_loss_that_is_no_number_ask_for_a_checkpoint(
+        self, delivery: Delivery
+    ) -> None:
+        for name in ("ActLayerHeadroomLow", "ActLossNonFinite"):
+            run = f"asks-{name}"
+            delivery.fire(alert(name, run=run))
+            (body,) = delivery.wait_for(lambda run=run: delivery.requests(run), "a delivery")
+            assert body["groupLabels"] == {"run": run, "action": "checkpoint"}
 
     def test_the_end_is_told_in_the_chat_and_nowhere_else(self, delivery: Delivery) -> None:
         delivery.fire(alert("ActRunaway", run="ended"))
