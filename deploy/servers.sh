@@ -1,5 +1,6 @@
 #!/bin/sh
-# Finds Prometheus, promtool, Alertmanager and amtool, and links them into DIR/bin.
+# Finds Prometheus, promtool, Alertmanager and amtool, and links them into DIR/bin; vmalert too,
+# which only a test of the rules needs, where it can be had.
 # In this order: the folder in ACT_SERVERS, the PATH, Debian's packages unpacked into DIR
 # (no root, no daemon, nothing outside DIR). Usage: servers.sh DIR
 set -eu
@@ -30,6 +31,7 @@ link_all() { # FINDER...: links every program that the finder knows; fails if on
         found=$("$@" "$program") || return 1
         ln -sf "$found" "$dir/bin/$program"
     done
+    ! found=$("$@" vmalert) || ln -sf "$found" "$dir/bin/vmalert"
 }
 
 from_debian() {
@@ -44,6 +46,8 @@ from_debian() {
         apt-get -qq $own update 2>/dev/null &&
             apt-get -qq $own download prometheus prometheus-alertmanager 2>/dev/null || return 1
     }
+    # shellcheck disable=SC2086 # none, or two options and their values
+    apt-get -qq ${own-} download victoria-metrics 2>/dev/null || true
     for package in ./*.deb; do dpkg -x "$package" "$dir/debian" || return 1; done
     rm -rf "$dir/apt"
     make_relocatable
