@@ -252,6 +252,7 @@ _SIGNAL_HELP = {
     "peak": "Largest value of the last peak_seconds (120)",
     "window_mean": "Mean of the last window (500) calm values",
     "window_std": "Standard deviation of the same",
+    "shifted_consecutive": "Sampled steps in a row with a moved median of the last 20 values",
 }
 
 _BOUND_HELP = {
@@ -363,7 +364,7 @@ class TrainingCollector(Collector):
 
     def _signal(self, name: str, signal: Signal | None) -> Iterator[Metric]:
         for part, text in _SIGNAL_HELP.items():
-            value = getattr(signal, part, math.nan)
+            value = getattr(signal, part.removesuffix("_consecutive"), math.nan)
             known = None if math.isnan(value) else value
             yield self._gauge(f"act_{name}_{part}", f"{text} of act_{name}.", known)
         yield self._counter(

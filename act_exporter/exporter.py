@@ -25,6 +25,7 @@ from act_exporter.overhead import Overhead
 from act_exporter.probe import Probe, Sample
 from act_exporter.server import MetricsServer
 from act_exporter.silence import Silence
+from act_exporter.state import checked_windows
 from act_exporter.statistics import Column
 from act_exporter.steps import Steps
 from act_exporter.training import TrainingHistory
@@ -177,13 +178,16 @@ class Exporter:
             self._count_error("step", error)
 
     def onset(self) -> int | None:
-        """The first step of the present anomaly that broke the hard rule or was not finite.
+        """The first step of the present anomaly.
 
-        None when there is none: since the last reset, or for 100 sampled steps.
+        That is the first at which a layer broke the hard rule or was not finite, or from which on
+        the gradient norm was 20 times its mean. None when there is none: since the last reset, or
+        for 100 sampled steps.
         """
         self._take_in()
-        onset = self._history.onset
-        return onset.step if onset is not None else None
+        layers = self._history.onset
+        onsets = [self._numbers.onset, layers.step if layers is not None else None]
+        return min((onset for onset in onsets if onset is not None), default=None)
 
     def reset(self, generation: int) -> None:
         """Begin a generation: the steps since the restored one never happened.
@@ -208,8 +212,9 @@ class Exporter:
         )
 
     def rebaseline(self) -> None:
-        """Learn baseline and window anew (another data mix, a new learning rate)."""
+        """Learn baselines and windows anew (another data mix, a new learning rate)."""
         self._history.rebaseline()
+        self._numbers.rebaseline()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -224,9 +229,13 @@ class Exporter:
             self._overhead.pause()
 
     def state_dict(self) -> dict[str, Any]:
-        """Step, baseline and window: tensors, numbers and strings only."""
+        """Step, baselines and windows: tensors, numbers and strings only."""
         self._take_in()
-        return {"step": self._training.step, "history": self._history.state_dict()}
+        return {
+            "step": self._training.step,
+            "history": self._history.state_dict(),
+            "numbers": self._numbers.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state; layers that it does not know learn anew.
@@ -234,11 +243,16 @@ class Exporter:
         Raises:
             StateError: not such a state; nothing was loaded.
         """
-        if not isinstance(state, dict) or set(state) != {"step", "history"}:
+        # Those of loss and gradient came after the first states that were saved.
+        known = {"step", "history"}, {"step", "history", "numbers"}
+        if not isinstance(state, dict) or set(state) not in known:
             raise StateError("exporter state: expected a dict with 'step' and 'history'")
         if type(state["step"]) is not int or state["step"] < 0:
             raise StateError(f"exporter state: step {state['step']!r} is no step")
+        # Looked at before anything is taken over.
+        numbers = checked_windows(state.get("numbers", {}), self._numbers.state_dict())
         self._history.load_state_dict(state["history"])
+        self._numbers.load_state_dict(numbers)
         self._diagnosis.resumed()
         self._steps.restart(state["step"])
         self._standing = True
@@ -319,7 +333,7 @@ class Exporter:
                 sick = self._training.verdict is not None
                 judged.append(self._history.observe(sample, rate, sick))
                 self._write(sample, judged[-1])
-                self._numbers.observe(sample.values)
+                self._numbers.observe(sample.step, sample.values)
                 known = {} if rate is None else {"learning_rate": rate}
                 values = {**self._training.values, **sample.values, **known}
                 self._training = dataclasses.replace(
@@ -329,7 +343,7 @@ class Exporter:
             # After the samples, which bring the loss scale.
             for norms in self._gradients.arrived(self._training.values.get("loss_scale")):
                 values = norms.values(told=self._told_norm)
-                self._numbers.observe(values)
+                self._numbers.observe(norms.step, values)
                 self._training = dataclasses.replace(
                     self._training,
                     values=self._training.values | values,

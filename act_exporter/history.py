@@ -34,6 +34,13 @@ SERIOUS: tuple[Rule, ...] = ("hard", "nonfinite")
 """The rules whose breaking makes a step bad. A single step over 5 sigma does not: in 2,500 healthy
 steps of a small GPT that happened to 907 of a million."""
 
+_HARD = RULES.index("hard")
+
+# A row of steps over the hard rule is held by one that is still above this share of it. A layer
+# that a learning rate drives to and fro at the limit (38.0 to 39.5 at 39.03) is no better for its
+# dips.
+_HOLDING = 0.5
+
 # What an unchanged tensor has in common with itself a sampled step before.
 _UNCHANGED = [Column.COUNT, Column.SUM, Column.SUM_SQUARES, Column.MIN, Column.MAX]
 
@@ -191,7 +198,11 @@ class History:
             )
         self._note_onset(sample, broken)
         self._exceeded_steps += broken
-        self._consecutive = np.where(called, (self._consecutive + 1) * broken, self._consecutive)
+        holding = broken.copy()
+        with np.errstate(invalid="ignore"):
+            near = defined & (absmax > _HOLDING * self._thresholds.hard * self._baseline.values)
+        holding[_HARD] |= near & (self._consecutive[_HARD] > 0)
+        self._consecutive = np.where(called, (self._consecutive + 1) * holding, self._consecutive)
         self._nonfinite += rows[:, list(NONFINITE_KINDS.values())].T
         self._calls += rows[:, Column.CALLS]
         hard, sigma, nonfinite, _ = broken

@@ -44,19 +44,49 @@ def checked_state(state: Any, own: dict[str, Any]) -> dict[str, Any]:
         for name, tensor in moved[part].items():
             if tensor.shape[-1] != len(taps):
                 raise StateError(f"exporter state: {part}: {name} is not of {len(taps)} taps")
-    window, baseline = moved["window"], moved["baseline"]
-    size, steps = len(window["values"]), len(baseline["block"])
+    baseline = moved["baseline"]
+    steps = len(baseline["block"])
     learnt = baseline["values"][~torch.isnan(baseline["values"])]
-    for where, good in {
-        "window: count": _within(window["count"], 0, size),
-        "window: next": _within(window["next"], 0, size - 1),
-        "window: values": bool(torch.isfinite(window["values"]).all()),
-        "baseline: filled": _within(baseline["filled"], 0, steps - 1),
-        "baseline: values": bool((torch.isfinite(learnt) & (learnt > 0)).all()),
-    }.items():
-        if not good:
-            raise StateError(f"exporter state: {where} has values that cannot be")
+    _check(
+        {
+            **_window_checks("window", moved["window"]),
+            "baseline: filled": _within(baseline["filled"], 0, steps - 1),
+            "baseline: values": bool((torch.isfinite(learnt) & (learnt > 0)).all()),
+        }
+    )
     return moved
+
+
+def checked_windows(state: Any, own: dict[str, Any]) -> dict[str, Any]:
+    """The windows in `state` whose names are in `own`, with their tensors on the CPU.
+
+    Raises:
+        StateError: one of them is not of the form of `own`'s, or its values cannot be; says where.
+    """
+    if not isinstance(state, dict):
+        raise StateError(f"exporter state: numbers: expected dict, got {type(state).__name__}")
+    known = {name: part for name, part in own.items() if name in state}
+    moved: dict[str, Any] = _like(state, known, "exporter state: numbers")
+    for name, window in moved.items():
+        if any(tensor.shape[-1] != 1 for tensor in window.values()):
+            raise StateError(f"exporter state: numbers: {name} is not of one number")
+        _check(_window_checks(f"numbers: {name}", window))
+    return moved
+
+
+def _window_checks(where: str, window: dict[str, torch.Tensor]) -> dict[str, bool]:
+    size = len(window["values"])
+    return {
+        f"{where}: count": _within(window["count"], 0, size),
+        f"{where}: next": _within(window["next"], 0, size - 1),
+        f"{where}: values": bool(torch.isfinite(window["values"]).all()),
+    }
+
+
+def _check(good: dict[str, bool]) -> None:
+    for where, is_good in good.items():
+        if not is_good:
+            raise StateError(f"exporter state: {where} has values that cannot be")
 
 
 def _within(tensor: torch.Tensor, low: int, high: int) -> bool:

@@ -27,6 +27,7 @@ DEFAULT_ALERTS = (
     "ActLayerHeadroomLow",
     "ActLossNonFinite",
     "ActRunaway",
+    "ActGradientRunaway",
 )
 """The shipped rules that carry an `action` label."""
 DEFAULT_BACKUP_INTERVAL_SECONDS = 900.0

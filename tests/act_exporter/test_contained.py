@@ -87,8 +87,10 @@ FOR_THE_GUARD = {
     "attention.AttentionLogits.rebaseline",
     "attention.AttentionLogits.restore",
     "attention.AttentionLogits.state",
+    "training.TrainingHistory.rebaseline",
     "training.TrainingHistory.reset",
-    "training._SignalHistory.clear_peaks",
+    "training._SignalHistory.learn_anew",
+    "training._SignalHistory.forget_recent",
     "baseline.Baseline.set",
     "gradients.Gradients.drop",
     "gradients.Gradients.forget",
@@ -106,6 +108,9 @@ FOR_THE_GUARD = {
     "exporter.Exporter.state_dict",
     "exporter.Exporter.step",
     "overhead.Overhead.pause",
+    "training.TrainingHistory.load_state_dict",
+    "training.TrainingHistory.onset",
+    "training.TrainingHistory.state_dict",
     "probe.Probe.idle",
 }
 

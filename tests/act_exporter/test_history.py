@@ -324,3 +324,20 @@ class TestBaselineOfASickRun:
         run.history.set_baseline({("a", "output"): 2.0, ("gone", "output"): 3.0})
         assert of(run.feed(201.0, 1.0), "consecutive", "hard") == 1
         assert list(run.feed(9.0, 1.0, steps=500).baseline) == [2, 1]
+
+
+class TestRow:
+    def test_a_dip_below_the_limit_does_not_end_a_row_over_it(self, run: Run) -> None:
+        """A layer that a learning rate drives to and fro at the limit is not well."""
+        for value in (101.0, 99.0, 101.0):
+            layers = run.feed(value, 1.0)
+        assert of(layers, "consecutive", "hard") == 3
+        assert of(layers, "exceeded_steps", "hard") == 2
+
+    def test_half_of_the_limit_does(self, run: Run) -> None:
+        run.feed(101.0, 1.0, steps=2)
+        run.feed(49.0, 1.0)
+        assert of(run.feed(101.0, 1.0), "consecutive", "hard") == 2  # held, of the row before
+
+    def test_no_row_begins_below_the_limit(self, run: Run) -> None:
+        assert of(run.feed(99.0, 1.0, steps=5), "consecutive", "hard") == 0

@@ -49,18 +49,19 @@ COLD_BYTES = 64 * 2**20
 """More than the last-level cache of a server's core group; touched between two cold runs."""
 
 
+EVICTING = torch.zeros(COLD_BYTES, dtype=torch.uint8)
+
 Runs = dict[str, Callable[[], object]]
 
 
 def timed(runs: Runs, rounds: int, *, cold: bool = False) -> dict[str, list[float]]:
     """Seconds of each, run in turns, in another order each second round; the first warms up."""
-    evicted = torch.zeros(COLD_BYTES, dtype=torch.uint8)
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(rounds + 1):
         ordered = list(runs.items())
         for name, run in ordered if number % 2 else reversed(ordered):
             if cold:
-                evicted.add_(1)
+                EVICTING.add_(1)
             started = time.perf_counter()
             run()
             if number:
