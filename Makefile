@@ -32,7 +32,7 @@ demo: setup ## fault, alert, rollback, on real servers (about a minute); ARGS=--
 test: setup ## all tests, those with real servers included; ARGS='-k words' chooses
 	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
-bench: $(INSTALLED) ## what looking costs, side by side; writes build/bench (ten minutes)
+bench: $(INSTALLED) ## what looking costs, side by side; writes build/bench (15 minutes)
 	$(BIN)/python -m tests.benchmarks.probe $(ARGS)
 
 lint: $(INSTALLED) ## ruff and mypy, strict
