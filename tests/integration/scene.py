@@ -193,7 +193,8 @@ class Scene:
     def assert_nothing_happened(self) -> None:
         """No alert that asks for something, no request, no message, no rollback."""
         assert self.query('ALERTS{RUN,action!=""}') == []
-        assert self.stack.alerts() == []
+        told = {alert["labels"]["alertname"] for alert in self.stack.alerts()}
+        assert told <= {"ActWatchdog"}  # which always fires
         assert self.rows("SELECT * FROM deliveries") == []
         assert self.rows("SELECT * FROM requests") == []
         assert self.chat.read_text() == ""
