@@ -67,7 +67,8 @@ class Signal:
     """One number of the run as of the last sampled step; NaN where there is none yet.
 
     Attributes:
-        peak: the largest finite value of the last `peak_seconds`, and at least the last one.
+        peak: the largest finite value of the last `peak_seconds`, and at least the last one, of
+            those since there is a window.
         window_mean: mean of the last values that were not high.
         window_std: their standard deviation, at least 1 % of the mean.
         nonfinite: how many sampled steps had NaN or Inf.
@@ -191,7 +192,10 @@ class _SignalHistory:
         if left is not None and math.isfinite(left.value):
             calm = np.array([left.level == "calm" and not shifted])
             self.window.add(np.array([left.value]), calm, ~calm)
-        held = self._peaks.add(np.array([value if finite else np.nan]), now)
+        # What came before there was anything to compare it with is no peak: a loss that begins at 11
+        # would be held against the 4 that it has fallen to a minute later.
+        judged = finite and not math.isnan(self.window.mean()[0])
+        held = self._peaks.add(np.array([value if judged else np.nan]), now)
         return Signal(
             peak=float(held[0]),
             window_mean=float(self.window.mean()[0]),

@@ -80,6 +80,14 @@ def test_a_peak_is_held_for_two_minutes(run: Run) -> None:
     assert run.history.signals["loss"].peak == 2
 
 
+def test_the_height_that_a_loss_falls_from_is_no_peak() -> None:
+    run = Run()
+    for step in range(60):
+        run.feed(2 + 9 * 0.8**step)
+    signal = run.history.signals["loss"]
+    assert signal.peak < 2 * signal.window_mean
+
+
 def test_other_numbers_have_no_history(run: Run) -> None:
     assert set(run.history.signals) == {"loss"}
     assert run.history.level("grad_norm") == "calm"
