@@ -192,8 +192,8 @@ class _SignalHistory:
         if left is not None and math.isfinite(left.value):
             calm = np.array([left.level == "calm" and not shifted])
             self.window.add(np.array([left.value]), calm, ~calm)
-        # What came before there was anything to compare it with is no peak: a loss that begins at 11
-        # would be held against the 4 that it has fallen to a minute later.
+        # What came before there was anything to compare it with is no peak: a loss that begins at
+        # 11 would be held against the 4 that it has fallen to a minute later.
         judged = finite and not math.isnan(self.window.mean()[0])
         held = self._peaks.add(np.array([value if judged else np.nan]), now)
         return Signal(
