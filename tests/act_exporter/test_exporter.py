@@ -623,6 +623,20 @@ class TestJudgement:
         train(model, 1)
         assert self.in_force(exporter) == ["resume"]
 
+    def test_a_gradient_that_runs_away_has_an_onset_for_the_guard(
+        self, model: nn.Module, exporter: Exporter
+    ) -> None:
+        """Or the guard would refuse the rollback that ActGradientRunaway asks for."""
+        for norm in [*[1.0] * 80, *[1e4] * 40]:
+            exporter.record(grad_norm=norm)
+            train(model, 1)
+        assert (value(exporter, "act_grad_norm_shifted_consecutive") or 0) >= 25
+        onset = exporter.onset()
+        assert onset is not None
+        assert 78 <= onset <= 82
+        exporter.reset(generation=1)
+        assert exporter.onset() is None
+
     def test_loss_between_two_scrapes_is_held(self, model: nn.Module, exporter: Exporter) -> None:
         for loss in (*[2.0] * 35, 90.0, 2.0):
             exporter.record(loss=loss)
