@@ -17,11 +17,11 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from act_exporter.diagnosis import VERDICTS, Verdict
-from act_exporter.history import NONFINITE_KINDS, RULES, Layers, Thresholds
+from act_exporter.history import RULES, Layers, Thresholds
 from act_exporter.journal import Journal
 from act_exporter.layers import Tap
 from act_exporter.memory import device_memory
-from act_exporter.statistics import Array
+from act_exporter.statistics import NONFINITE_KINDS, Array
 from act_exporter.training import SIGNALS, Signal
 
 

@@ -18,7 +18,7 @@ from act_exporter.collector import LayerPage, Training, TrainingCollector, const
 from act_exporter.diagnosis import Diagnosis, Facts
 from act_exporter.exceptions import SettingError, StateError
 from act_exporter.gradients import Gradients, Scaler, Which
-from act_exporter.history import NONFINITE_KINDS, History, Layers, Onset, Thresholds
+from act_exporter.history import History, Layers, Onset, Thresholds
 from act_exporter.journal import Journal
 from act_exporter.layers import Watch, find_taps
 from act_exporter.overhead import Overhead
@@ -387,8 +387,8 @@ class Exporter:
                 sample.time,
                 self._training.generation,
                 layers.statistics,
-                sample.rows[:, list(NONFINITE_KINDS.values())].T,
-                sample.rows[:, Column.CALLS] > 0,
+                sample.nonfinite,
+                sample.called,
             )
 
     def _note(self, kind: str, **fields: Any) -> None:

@@ -25,7 +25,7 @@ from act_exporter.peaks import HeldMaximum
 from act_exporter.probe import Sample
 from act_exporter.profile import Profile
 from act_exporter.state import STATE_VERSION, checked_state
-from act_exporter.statistics import Array, Column, Statistics
+from act_exporter.statistics import NONFINITE_KINDS, Array, Column, Statistics
 from act_exporter.window import Window
 
 Rule = Literal["hard", "sigma", "nonfinite", "dead"]
@@ -43,8 +43,6 @@ _HOLDING = 0.5
 
 # What an unchanged tensor has in common with itself a sampled step before.
 _UNCHANGED = [Column.COUNT, Column.SUM, Column.SUM_SQUARES, Column.MIN, Column.MAX]
-
-NONFINITE_KINDS = {"nan": Column.NAN, "posinf": Column.POSINF, "neginf": Column.NEGINF}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,7 +178,7 @@ class History:
         No baseline is learnt while the run is `sick` (loss or gradient say so) or some layer is.
         """
         rows = sample.rows
-        called = rows[:, Column.CALLS] > 0
+        called, elements = sample.called, sample.nonfinite
         dead = called & self._is_dead(rows)
         self._rows[called] = rows[called]
         statistics = Statistics.of(self._rows)
@@ -192,7 +190,7 @@ class History:
                 [
                     defined & (absmax > self._thresholds.hard * self._baseline.values),
                     defined & (absmax > mean + self._thresholds.sigma * std),
-                    called & (rows[:, list(NONFINITE_KINDS.values())].sum(axis=1) > 0),
+                    called & (elements.sum(axis=0) > 0),
                     dead,
                 ]
             )
@@ -203,7 +201,7 @@ class History:
             near = defined & (absmax > _HOLDING * self._thresholds.hard * self._baseline.values)
         holding[_HARD] |= near & (self._consecutive[_HARD] > 0)
         self._consecutive = np.where(called, (self._consecutive + 1) * holding, self._consecutive)
-        self._nonfinite += rows[:, list(NONFINITE_KINDS.values())].T
+        self._nonfinite += elements
         self._calls += rows[:, Column.CALLS]
         hard, sigma, nonfinite, _ = broken
         # Numbers that stand beside a NaN are no level; they count for neither.

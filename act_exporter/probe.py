@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -23,7 +24,7 @@ from act_exporter.hooks import (
     remove_observer,
 )
 from act_exporter.layers import Tap
-from act_exporter.statistics import Array
+from act_exporter.statistics import NONFINITE_KINDS, Array, Column
 from act_exporter.transfer import to_host
 
 # A step that gathers this many times as many forwards as any step before it, and at least so many,
@@ -34,6 +35,8 @@ _STUCK_FORWARDS = 8
 # Before the first step it is not known how many are usual; a scaler that starts too high skips a
 # dozen, large runs accumulate over a hundred.
 _STUCK_AT_FIRST = 256
+
+_NONFINITE = list(NONFINITE_KINDS.values())
 
 _PENDING_LIMIT = 4
 """Copies to the host under way on an accelerator; more mean that the host never catches up, and
@@ -59,6 +62,17 @@ class Sample:
     values: dict[str, float]
     depth: Array
     largest: Array
+
+    @property
+    def called(self) -> npt.NDArray[np.bool_]:
+        """(taps,) which of them ran."""
+        called: npt.NDArray[np.bool_] = self.rows[:, Column.CALLS] > 0
+        return called
+
+    @property
+    def nonfinite(self) -> Array:
+        """(kinds, taps) elements that were not finite, in the order of `NONFINITE_KINDS`."""
+        return self.rows[:, _NONFINITE].T
 
 
 @dataclass(slots=True)

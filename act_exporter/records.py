@@ -22,9 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from act_exporter.exceptions import SettingError
-from act_exporter.history import NONFINITE_KINDS
 from act_exporter.layers import Tap
-from act_exporter.statistics import Array, Statistics
+from act_exporter.statistics import NONFINITE_KINDS, Array, Statistics
 
 STATISTICS = tuple(field.name for field in dataclasses.fields(Statistics))
 

@@ -43,6 +43,7 @@ class Column(IntEnum):
 
 
 COLUMNS = len(Column)
+NONFINITE_KINDS = {"nan": Column.NAN, "posinf": Column.POSINF, "neginf": Column.NEGINF}
 _SUMS = slice(Column.CALLS, Column.NEGINF + 1)
 
 # The CPU works on rows of this many elements: a float32 sum over a whole tensor loses digits with

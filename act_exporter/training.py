@@ -174,13 +174,15 @@ class _SignalHistory:
     def observe(self, step: int, value: float, now: float) -> Signal:
         finite = math.isfinite(value)
         self._nonfinite += not finite
+        before = self._spread()
         level: Level = "nonfinite"
         if finite:
-            level = "high" if self._is_high(value) else "calm"
+            high = _is_beyond(value, before, self._limits.high_factor, self._sigma)
+            level = "high" if high else "calm"
         # One that is not finite is beyond every limit.
         self._recent.append(_Recent(step, value if finite else math.inf, level))
         left = self._recent.popleft() if len(self._recent) > _RECENT else None
-        shifted = self._is_shifted()
+        shifted = self._is_shifted(before)
         self._row = self._row + 1 if shifted else 0
         if self._row == 1:
             # The median moves when half of the values have.
@@ -194,12 +196,13 @@ class _SignalHistory:
             self.window.add(np.array([left.value]), calm, ~calm)
         # What came before there was anything to compare it with is no peak: a loss that begins at
         # 11 would be held against the 4 that it has fallen to a minute later.
-        judged = finite and not math.isnan(self.window.mean()[0])
+        mean, std = self._spread()
+        judged = finite and not math.isnan(mean)
         held = self._peaks.add(np.array([value if judged else np.nan]), now)
         return Signal(
             peak=float(held[0]),
-            window_mean=float(self.window.mean()[0]),
-            window_std=float(self.window.std()[0]),
+            window_mean=mean,
+            window_std=std,
             nonfinite=self._nonfinite,
             level=level,
             shifted=float(self._rows.add(np.array([float(self._row)]), now)[0]),
@@ -216,16 +219,18 @@ class _SignalHistory:
         self._peaks.clear()
         self._rows.clear()
 
-    def _is_high(self, value: float) -> bool:
-        return self._is_beyond(value, self._limits.high_factor, self._sigma)
+    def _spread(self) -> tuple[float, float]:
+        """The window's mean and deviation; NaN before there is one."""
+        return float(self.window.mean()[0]), float(self.window.std()[0])
 
-    def _is_shifted(self) -> bool:
+    def _is_shifted(self, spread: tuple[float, float]) -> bool:
         if len(self._recent) < _RECENT:
             return False
         median = statistics.median(recent.value for recent in self._recent)
-        return self._is_beyond(median, self._limits.shift_factor, self._limits.shift_sigma)
+        return _is_beyond(median, spread, self._limits.shift_factor, self._limits.shift_sigma)
 
-    def _is_beyond(self, value: float, factor: float, sigma: float) -> bool:
-        mean, std = float(self.window.mean()[0]), float(self.window.std()[0])
-        # Before there is a window both are NaN, and nothing is beyond. A loss may be negative.
-        return value - mean > sigma * std and value - mean > (factor - 1) * abs(mean)
+
+def _is_beyond(value: float, spread: tuple[float, float], factor: float, sigma: float) -> bool:
+    mean, std = spread
+    # Before there is a window both are NaN, and nothing is beyond. A loss may be negative.
+    return value - mean > sigma * std and value - mean > (factor - 1) * abs(mean)

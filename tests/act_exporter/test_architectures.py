@@ -5,7 +5,7 @@ Widths and depths are tiny; what is held here does not depend on them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,15 +20,6 @@ from tests.act_exporter.architectures import ARCHITECTURES, Architecture
 from tests.act_exporter.test_exporter import page
 
 NAMES = list(ARCHITECTURES)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The same order of sums in both runs, and no more cores than one for a tiny model."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def build(architecture: Architecture) -> nn.Module:
