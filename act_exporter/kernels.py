@@ -3,7 +3,7 @@
 The first kernel reads the tensor once and leaves one float64 partial a program and column; the
 second, a single program, adds the partials to the row. No atomics: two runs give the same bits.
 Nothing is copied to the host and nothing waits for the device, so both can be captured in a CUDA
-graph (after one call outside it, which compiles them).
+graph, once a call outside of one has had them compiled and loaded (`is_loaded`).
 
 Sums are float32 for `_TILES` elements in a lane and float64 beyond. Imported only where it is used:
 Triton need not be installed.
@@ -46,15 +46,31 @@ _DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16, *_BYTES}
 # Of these no square is out of range.
 _NARROW = {torch.float16, *_BYTES}
 
+# What the kernels that have run were compiled for: device, dtype, threshold, and what Triton makes
+# kernels of their own for, an address or a number of elements that 16 divides, one, and 2**31.
+_loaded: set[tuple[object, ...]] = set()
+
 # The columns of a partial, in the order of `Column` from COUNT on.
 _COLUMNS = tl.constexpr(9)
 _COUNT = tl.constexpr(Column.COUNT.value)
 _MIN = tl.constexpr(Column.MIN.value)
 
 
+def is_loaded(x: torch.Tensor, exceed_threshold: float) -> bool:
+    """Whether `add_fused` would run what has run before: nothing is compiled, nothing loaded."""
+    return _kernel_of(in_memory_order(x), exceed_threshold) in _loaded
+
+
+def _kernel_of(flat: torch.Tensor, exceed_threshold: float) -> tuple[object, ...]:
+    n = flat.numel()
+    aligned = (flat.data_ptr() % 16 == 0, n % 16 == 0, n == 1, n >= 2**31)
+    return flat.device, flat.dtype, exceed_threshold, *aligned
+
+
 def add_fused(x: torch.Tensor, row: torch.Tensor, exceed_threshold: float) -> None:
     """Count a call and add the elements of `x` (any shape, at least one) to `row` (COLUMNS,)."""
     flat = in_memory_order(x)
+    kernel = _kernel_of(flat, exceed_threshold)
     if flat.dtype not in _DTYPES:
         flat = flat.float()  # rare 8-bit formats: one more pass
     n = flat.numel()
@@ -77,8 +93,9 @@ def add_fused(x: torch.Tensor, row: torch.Tensor, exceed_threshold: float) -> No
             tiles=_TILES,
             enable_fp_fusion=True,  # Triton warns where it is not said
         )
-        block = triton.next_power_of_2(programs)
-        _join[(1,)](partials, row, programs, block=block, enable_fp_fusion=True)
+        # As wide for few programs as for many: one kernel, which has run before whatever comes.
+        _join[(1,)](partials, row, programs, block=_PROGRAMS, enable_fp_fusion=True)
+    _loaded.add(kernel)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

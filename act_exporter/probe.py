@@ -293,6 +293,7 @@ class Probe:
         if matrix is None:
             matrix = statistics.empty_rows(len(self._limits), device)
             self._matrices[device] = matrix
+            statistics.warm_up(device, self._threshold)
         return matrix
 
 

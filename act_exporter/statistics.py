@@ -20,6 +20,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from act_exporter.graphs import capturing
+
 _log = logging.getLogger(__name__)
 
 Array = npt.NDArray[np.float64]
@@ -171,19 +173,33 @@ def add(x: torch.Tensor, row: torch.Tensor, exceed_threshold: float) -> None:
 
 
 def _add_fused(x: torch.Tensor, row: torch.Tensor, exceed_threshold: float) -> bool:
-    """Whether the Triton kernel could add `x` to `row`; once it could not, it isn't tried again."""
+    """Whether the Triton kernel could add `x` to `row`; once it fails, it isn't tried again."""
     global _fused_works
     if not _fused_works:
         return False
     try:
-        from act_exporter.kernels import add_fused
+        from act_exporter.kernels import add_fused, is_loaded
 
+        if capturing() and not is_loaded(x, exceed_threshold):
+            return False  # this once: loading a kernel can break a capture, torch's own can't
         add_fused(x, row, exceed_threshold)
     except Exception as error:
         # No Triton, no compiler for its launcher, a GPU that it doesn't know: nothing was added.
         _fused_works = False
         _log.info("statistics are taken without Triton: %r", error)
     return _fused_works
+
+
+def warm_up(device: torch.device, exceed_threshold: float) -> None:
+    """Have what `add` runs on `device` compiled and loaded for the usual dtypes.
+
+    So that it is ready for a CUDA graph, and the first step does not wait for a compiler.
+    """
+    if device.type != "cuda" or capturing():
+        return
+    row = empty_rows(1, device)[0]
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        add(torch.zeros(_ROW, dtype=dtype, device=device), row, exceed_threshold)
 
 
 def add_on_cpu(x: torch.Tensor, row: torch.Tensor, exceed_threshold: float) -> None:

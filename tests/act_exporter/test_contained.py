@@ -60,6 +60,7 @@ AT_START_OR_CLOSE = {
     "probe.Probe.close",
     "steps.Steps.close",
     "statistics.empty_rows",
+    "statistics.warm_up",
     "gradients.Gradients.close",
     "gradients.Gradients.series",
     "exporter.Exporter.__enter__",

@@ -60,3 +60,13 @@ else:
         x = torch.arange(1, 256, dtype=torch.uint8).view(dtype)
         row = row_of(kernels.add_fused, x)[0]
         assert (row[Column.NAN], row[Column.COUNT]) == (1, 254)
+
+    def test_a_kernel_that_has_run_is_known_and_another_is_not() -> None:
+        x = torch.ones(2_048)
+        row_of(kernels.add_fused, x, threshold=4.5)
+        assert kernels.is_loaded(x[:1_024], 4.5)
+        assert kernels.is_loaded(x.view(2, 1_024).T, 4.5)
+        assert not kernels.is_loaded(x, 4.25)
+        assert not kernels.is_loaded(x[:1_001], 4.5)
+        assert not kernels.is_loaded(x[1:1_025], 4.5)
+        assert not kernels.is_loaded(x.double(), 4.5)

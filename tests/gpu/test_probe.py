@@ -157,6 +157,23 @@ def test_a_graph_that_is_captured_by_hand_is_seen_at_each_replay(model: GPT) -> 
     assert watched.errors == []
 
 
+def test_a_graph_may_be_captured_though_nothing_was_sampled_before(model: GPT) -> None:
+    """Kernels are ready from the start, or torch's are captured."""
+    watched = Watched(model)
+    watched.probe.sampling = False
+    batch = tokens()
+    model(batch)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        model(batch)
+    graph.replay()
+    watched.probe.take(1)
+    torch.cuda.synchronize()
+    (sample,) = watched.probe.arrived()
+    assert set(sample.rows[:, Column.CALLS].tolist()) == {1}
+    assert watched.errors == []
+
+
 def test_graphs_that_a_compiler_makes_can_be_sampled_or_not(model: GPT) -> None:
     torch._dynamo.reset()
     watched = Watched(model)
