@@ -17,7 +17,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from act_exporter.diagnosis import VERDICTS, Verdict
-from act_exporter.history import RULES, Layers, Thresholds
+from act_exporter.history import RULES, SERIOUS, Layers, Thresholds
 from act_exporter.journal import Journal
 from act_exporter.layers import Tap
 from act_exporter.memory import device_memory
@@ -51,6 +51,11 @@ FAMILIES = (
         "act_layer_absmax",
         "Largest absolute value in the last sampled step that ran the layer.",
         lambda layers: layers.statistics.absmax,
+    ),
+    Family(
+        "act_layer_absmax_rank",
+        'With reduce="global", the rank that has the absmax, or elements that are not finite.',
+        lambda layers: layers.holder,
     ),
     Family(
         "act_layer_absmax_peak",
@@ -127,14 +132,20 @@ FAMILIES = (
 )
 
 
+# Share of the series that is kept for tensors which have no place of their own, where there are
+# any: those that look worst, ran least and ran most. A tenth of the usual limit is 70 of them.
+_GUESTS = 0.1
+
+
 class LayerPage:
     """Renders the layer families.
 
     Args:
         taps: the taps, in the order of the snapshots' columns.
         labels: labels of every sample.
-        max_series: how many series there may be; of more taps the most nested ones are left out,
-            a mixture's experts before its blocks. None for no limit.
+        max_series: how many series there may be; of more taps the most nested ones have no place
+            of their own, a mixture's experts before its blocks. Of those the worst, the least and
+            the most used are shown, as of the scrape. None for no limit.
     """
 
     def __init__(
@@ -142,21 +153,37 @@ class LayerPage:
     ) -> None:
         each = sum(len(_more_labels(family)) for family in FAMILIES)
         most = len(taps) if max_series is None else max_series // each
+        self._guests = math.ceil(_GUESTS * most) if most < len(taps) else 0
         ranked = sorted(range(len(taps)), key=lambda index: (_nesting(taps[index]), index))
-        self._kept = sorted(ranked[:most])
-        kept = [taps[index] for index in self._kept]
-        self.dropped = [taps[index] for index in sorted(ranked[most:])]
-        """Taps that are judged in the trainer but not on the page."""
-        self.series = each * len(kept)
+        own = most - self._guests
+        self._kept = sorted(ranked[:own])
+        self._rest = np.array(sorted(ranked[own:]), dtype=np.int64)
+        self._taps = taps
+        self._labels = labels
+        self.dropped = [taps[index] for index in self._rest]
+        """Taps that are judged in the trainer but have no place of their own on the page."""
+        self.series = each * (len(self._kept) + self._guests)
         """How many series there are at most."""
-        self.series_dropped = each * len(self.dropped)
-        self._prefixes = {
+        self.series_dropped = each * (len(self.dropped) - self._guests)
+        self._prefixes = self._prefixes_of(self._kept)
+        # Taps and their prefixes, replaced as one: several scrapes may render at a time.
+        self._invited = list[int](), self._prefixes_of([])
+
+    def _prefixes_of(self, taps: Sequence[int]) -> dict[str, list[list[str]]]:
+        """By family, (values of its label, taps)."""
+        return {
             family.name: [
                 [
                     sample_prefix(
-                        family.name, {**labels, "layer": tap.layer, "tensor": tap.tensor}, more
+                        family.name,
+                        {
+                            **self._labels,
+                            "layer": self._taps[tap].layer,
+                            "tensor": self._taps[tap].tensor,
+                        },
+                        more,
                     )
-                    for tap in kept
+                    for tap in taps
                 ]
                 for more in _more_labels(family)
             ]
@@ -166,18 +193,50 @@ class LayerPage:
     def render(self, layers: Layers, openmetrics: bool) -> str:
         """The exposition text, with no end mark; series without a value are left out."""
         lines = []
+        invited, guest_prefixes = self._invited
+        if (wanted := self._invite(layers)) != invited:
+            invited, guest_prefixes = self._invited = wanted, self._prefixes_of(wanted)
+        shown = [*self._kept, *invited]
         for family in FAMILIES:
             # OpenMetrics names a counter's family without the suffix that its samples have.
             name = family.name.removesuffix("_total") if openmetrics else family.name
             lines.append(f"# HELP {name} {family.help}\n# TYPE {name} {family.kind}\n")
-            values = np.atleast_2d(family.value(layers))[:, self._kept]
-            for prefixes, row in zip(self._prefixes[family.name], values.tolist(), strict=True):
+            values = np.atleast_2d(family.value(layers))[:, shown]
+            rows = zip(
+                self._prefixes[family.name],
+                guest_prefixes[family.name],
+                values.tolist(),
+                strict=True,
+            )
+            for own, guests, row in rows:
                 lines += [
                     f"{prefix}{value!r}\n"
-                    for prefix, value in zip(prefixes, row, strict=True)
+                    for prefix, value in zip([*own, *guests], row, strict=True)
                     if value == value
                 ]
         return "".join(lines)
+
+    def _invite(self, layers: Layers) -> list[int]:
+        """The taps without a place of their own that are shown this time.
+
+        Half of them the worst, so that a fault in any tensor is on the page where the rules see it;
+        the rest by turns those that ran least and most (a mixture's dead and overworked experts).
+        """
+        if not self._guests:
+            return []
+        serious = [RULES.index(rule) for rule in SERIOUS]
+        broken = np.fmax.reduce(layers.consecutive[serious])[self._rest]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            # In whole powers of two: small ups and downs must not have the guests change at each
+            # scrape. A settled tap wanders by less than 2.
+            excess = np.floor(np.log2((layers.peak / layers.baseline)[self._rest]))
+        worst = np.lexsort((-np.nan_to_num(excess, nan=0.0), -np.nan_to_num(broken)))
+        used = np.argsort(layers.calls[self._rest], kind="stable")
+        order = [*worst[: (self._guests + 1) // 2]]
+        for least, most in zip(used, used[::-1], strict=True):
+            order += [least, most]
+        chosen = list(dict.fromkeys(order))[: self._guests]
+        return sorted(self._rest[chosen].tolist())
 
 
 def _nesting(tap: Tap) -> int:
@@ -250,6 +309,8 @@ _VALUE_HELP = {
 
 _SIGNAL_HELP = {
     "peak": "Largest value of the last peak_seconds (120)",
+    "peak_zscore": "Deviations above the window of the highest of the last peak_seconds (120)",
+    "peak_ratio": "The highest of the last peak_seconds (120) over the mean of the window",
     "window_mean": "Mean of the last window (500) calm values",
     "window_std": "Standard deviation of the same",
     "shifted_consecutive": "Sampled steps in a row with a moved median of the last 20 values",

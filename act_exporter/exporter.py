@@ -6,9 +6,10 @@ import contextlib
 import dataclasses
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self, get_args
 
 import torch
 from prometheus_client import CollectorRegistry
@@ -21,8 +22,10 @@ from act_exporter.gradients import Gradients, Scaler, Which
 from act_exporter.history import History, Layers, Onset, Thresholds
 from act_exporter.journal import Journal
 from act_exporter.layers import Watch, find_taps
+from act_exporter.norms import Norms
 from act_exporter.overhead import Overhead
 from act_exporter.probe import Probe, Sample
+from act_exporter.ranks import Ranks
 from act_exporter.server import MetricsServer
 from act_exporter.silence import Silence
 from act_exporter.state import checked_windows
@@ -32,7 +35,10 @@ from act_exporter.training import TrainingHistory
 
 log = logging.getLogger(__name__)
 
-_STAGES = ("hook", "step", "record", "gradient", "server", "scrape", "silent", "journal")
+_STAGES = ("hook", "step", "record", "gradient", "ranks", "server", "scrape", "silent", "journal")
+
+Reduce = Literal["rank", "global"]
+"""Whether each rank has a page of its own, or rank 0 one for all."""
 
 
 class Exporter:
@@ -59,6 +65,7 @@ class Exporter:
         max_series: int | None = None,
         baseline: Mapping[tuple[str, str], float] | None = None,
         journal: Path | None = None,
+        reduce: Reduce = "rank",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not run or not run.isprintable():
@@ -69,11 +76,16 @@ class Exporter:
             raise SettingError(f"max_overhead={max_overhead!r} must be a share between 0 and 1")
         if max_series is not None and not (type(max_series) is int and max_series > 0):
             raise SettingError(f"max_series={max_series!r} must be a whole number from 1 on")
+        if reduce not in get_args(Reduce):
+            raise SettingError(f"reduce={reduce!r} is neither 'rank' nor 'global'")
         taps = find_taps(model, watch)
+        self._ranks = Ranks(taps, self._count_error) if reduce == "global" else None
+        if self._ranks is not None:
+            max_overhead = None  # each rank's own clock would have it sample steps of its own
         self.run = run
         self.port: int | None = None
         self.registry = CollectorRegistry()
-        labels = {"run": run, "rank": str(rank)}
+        labels = {"run": run, "rank": "all" if self._ranks is not None else str(rank)}
         self._page = LayerPage(taps, labels, max_series)
         self._scrape_seconds: float | None = None
         self._errors = dict.fromkeys(_STAGES, 0)
@@ -102,9 +114,11 @@ class Exporter:
             on_error=self._count_error,
         )
         self._steps = Steps(model, self._finish_step, self._count_error)
+        self._norms: deque[Norms] = deque()  # that wait for the sample of their step
+        self._judged = 0  # step of the newest sample that was judged
         self._journal = (
             None
-            if journal is None
+            if journal is None or not self._speaks
             else Journal(journal, run=run, rank=rank, taps=taps, on_error=self._count_error)
         )
         self.registry.register(
@@ -128,8 +142,18 @@ class Exporter:
                 self._page.dropped[0].layer,
             )
 
+    @property
+    def _speaks(self) -> bool:
+        """Whether page and journal are this rank's to make."""
+        return self._ranks is None or self._ranks.rank == 0
+
     def serve(self, host: str, port: int) -> None:
-        """Serve the page; where that fails, log why and let training go on without it."""
+        """Serve the page; where that fails, log why and let training go on without it.
+
+        With `reduce="global"` rank 0 serves, and the others do nothing here.
+        """
+        if not self._speaks:
+            return
         try:
             self._server = MetricsServer(host, port, self._render)
         except (OSError, OverflowError, UnicodeError) as error:  # in use, too high, no such host
@@ -195,7 +219,11 @@ class Exporter:
         Onset, peaks and counts in a row are forgotten; baseline, window and counters stay.
         """
         self._probe.forget()
+        if self._ranks is not None:
+            self._ranks.forget()
         self._gradients.forget()
+        self._norms.clear()
+        self._judged = 0
         self._history.reset()
         self._numbers.reset()
         self._diagnosis.resumed()
@@ -264,6 +292,8 @@ class Exporter:
         self._steps.close()
         self._probe.close()
         self._gradients.close()
+        if self._ranks is not None:
+            self._ranks.close()
         if self._journal is not None:
             self._journal.close()
         if self._server is not None:
@@ -328,7 +358,8 @@ class Exporter:
         """Judge the samples that have arrived from the devices."""
         judged: list[Layers] = []
         try:
-            for sample in self._probe.arrived():
+            for sample in self._samples():
+                self._judged = sample.step
                 rate = self._steps.learning_rate
                 sick = self._training.verdict is not None
                 judged.append(self._history.observe(sample, rate, sick))
@@ -341,7 +372,9 @@ class Exporter:
                 )
                 self._notice_silence(sample)
             # After the samples, which bring the loss scale.
-            for norms in self._gradients.arrived(self._training.values.get("loss_scale")):
+            self._norms += self._gradients.arrived(self._training.values.get("loss_scale"))
+            while self._norms and self._norms[0].step <= self._judged:
+                norms = self._norms.popleft()
                 values = norms.values(told=self._told_norm)
                 self._numbers.observe(norms.step, values)
                 self._training = dataclasses.replace(
@@ -353,6 +386,13 @@ class Exporter:
                 self._diagnose(layers)
         except Exception as error:
             self._count_error("step", error)
+
+    def _samples(self) -> list[Sample]:
+        """What can be judged now."""
+        samples = self._probe.arrived()
+        if self._ranks is not None:
+            return self._ranks.join(samples)
+        return [sample for sample in samples if not sample.lost]
 
     def _diagnose(self, layers: Layers) -> None:
         facts = Facts(

@@ -28,7 +28,7 @@ from act_exporter.state import STATE_VERSION, checked_state
 from act_exporter.statistics import NONFINITE_KINDS, Array, Column, Statistics
 from act_exporter.window import Window
 
-Rule = Literal["hard", "sigma", "nonfinite", "dead"]
+Rule = Literal["hard", "sigma", "nonfinite", "dead", "saturated"]
 RULES: tuple[Rule, ...] = get_args(Rule)
 SERIOUS: tuple[Rule, ...] = ("hard", "nonfinite")
 """The rules whose breaking makes a step bad. A single step over 5 sigma does not: in 2,500 healthy
@@ -40,6 +40,17 @@ _HARD = RULES.index("hard")
 # that a learning rate drives to and fro at the limit (38.0 to 39.5 at 39.03) is no better for its
 # dips.
 _HOLDING = 0.5
+
+# A variance's share of the largest that there can be between a tensor's minimum and maximum around
+# its mean, (max - mean) * (mean - min) (Bhatia and Davis, A Better Bound on the Variance, 2000): 1
+# where all elements are at one end or the other. Normal values have 0.04, values spread evenly
+# 0.33, tanh of normal values of deviation 3 has 0.75, of 10 0.92, of 30 0.97: hardly any gradient
+# passes through it.
+_SATURATED = 0.9
+# One that was never below this is what it is by design: masks, one-hot choices.
+_UNSATURATED = 0.5
+# Of fewer elements, most may be at an end by chance.
+_SATURATION_ELEMENTS = 64
 
 # What an unchanged tensor has in common with itself a sampled step before.
 _UNCHANGED = [Column.COUNT, Column.SUM, Column.SUM_SQUARES, Column.MIN, Column.MAX]
@@ -105,10 +116,10 @@ class Layers:
     """All taps as of one sampled step: an immutable copy, for scrapes.
 
     Arrays are (taps,), those by rule (rules, taps), those by kind (kinds, taps); NaN where there
-    is no value yet. `jump_ratio` and `plateau` are computed when asked for; `bad` is the number of
-    taps that broke a serious rule in the step, `nonfinite_share` of those that ran how many were
-    not finite; `logit_bounds` has the bound and its baseline by attention, `log_partitions` one
-    number by head.
+    is no value yet. `holder` is the rank that has the absmax, where ranks are joined; `jump_ratio`
+    and `plateau` are computed when asked for; `bad` is the number of taps that broke a serious rule
+    in the step, `nonfinite_share` of those that ran how many were not finite; `logit_bounds` has
+    the bound and its baseline by attention, `log_partitions` one number by head.
     """
 
     statistics: Statistics
@@ -123,6 +134,7 @@ class Layers:
     growth: Array
     depth: Array
     largest: Array
+    holder: Array
     jump_ratio: Callable[[], Array]
     plateau: Callable[[], tuple[float, float] | None]
     onset: Onset | None
@@ -157,6 +169,7 @@ class History:
         self.onset: Onset | None = None
         self._clean = 0  # sampled steps since the last bad one
         self._rows = np.zeros((count, len(Column)))  # each tap's last sampled step
+        self._holder = np.full(count, np.nan)
         self._window = Window(count, thresholds.window, thresholds.window_minimum)
         self._baseline = Baseline([tap.kind for tap in taps], thresholds.baseline_steps)
         self._peaks = HeldMaximum((count,), thresholds.peak_seconds)
@@ -167,6 +180,7 @@ class History:
         self._calls = np.zeros(count)
         self._logits = np.array([tap.is_logits for tap in taps])
         self._changed = np.zeros(count, dtype=np.bool_)  # whether it ever differed from itself
+        self._free = np.zeros(count, dtype=np.bool_)  # whether it ever was far from saturated
         self._drift = Drift(count)
         self._profile = Profile(taps)
         self._attention = AttentionLogits(taps, thresholds.baseline_steps)
@@ -181,6 +195,8 @@ class History:
         called, elements = sample.called, sample.nonfinite
         dead = called & self._is_dead(rows)
         self._rows[called] = rows[called]
+        if sample.holder is not None:
+            self._holder = np.where(called, sample.holder, self._holder)
         statistics = Statistics.of(self._rows)
         absmax = statistics.absmax
         defined = called & (rows[:, Column.COUNT] > 0)
@@ -192,6 +208,7 @@ class History:
                     defined & (absmax > mean + self._thresholds.sigma * std),
                     called & (elements.sum(axis=0) > 0),
                     dead,
+                    defined & self._is_saturated(statistics, rows),
                 ]
             )
         self._note_onset(sample, broken)
@@ -203,7 +220,7 @@ class History:
         self._consecutive = np.where(called, (self._consecutive + 1) * holding, self._consecutive)
         self._nonfinite += elements
         self._calls += rows[:, Column.CALLS]
-        hard, sigma, nonfinite, _ = broken
+        hard, sigma, nonfinite, *_ = broken
         # Numbers that stand beside a NaN are no level; they count for neither.
         whole = defined & ~nonfinite
         self._window.add(absmax, whole & ~hard & ~sigma, whole & (hard | sigma))
@@ -229,6 +246,7 @@ class History:
             growth=self._drift.growth,
             depth=sample.depth,
             largest=sample.largest,
+            holder=self._holder,
             jump_ratio=functools.partial(self._profile.jump_ratio, peak, baseline, sample.depth),
             plateau=functools.partial(self._profile.plateau, peak, baseline, sample.depth),
             onset=self.onset,
@@ -299,6 +317,16 @@ class History:
         zero = (rows[:, Column.COUNT] > 0) & (rows[:, Column.SUM_SQUARES] == 0)
         dead: npt.NDArray[np.bool_] = zero | (same & self._changed)
         return dead
+
+    def _is_saturated(self, statistics: Statistics, rows: Array) -> npt.NDArray[np.bool_]:
+        """Whether nearly all elements are at the ends of what there is, as they once were not."""
+        low, high, mean = statistics.min, statistics.max, statistics.mean
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            share = statistics.std**2 / ((high - mean) * (mean - low))
+            share[rows[:, Column.COUNT] < _SATURATION_ELEMENTS] = np.nan
+            self._free |= share < _UNSATURATED
+            saturated: npt.NDArray[np.bool_] = self._free & (share > _SATURATED)
+        return saturated
 
     def _note_onset(self, sample: Sample, broken: npt.NDArray[np.bool_]) -> None:
         serious = [RULES.index(rule) for rule in SERIOUS]

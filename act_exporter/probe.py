@@ -54,6 +54,9 @@ class Sample:
         values: what `Probe.record` was given since the last sample, by name.
         depth: (taps,) position in the order in which the taps first ran; NaN for those that didn't.
         largest: (taps,) largest finite number of the tensor's dtype; likewise.
+        holder: (taps,) the rank that has the absmax, or elements that are not finite; NaN for
+            tensors without elements. None unless ranks were joined.
+        lost: whether it did not reach the host, or its step was undone; nothing is in it then.
     """
 
     step: int
@@ -62,6 +65,8 @@ class Sample:
     values: dict[str, float]
     depth: Array
     largest: Array
+    holder: Array | None = None
+    lost: bool = False
 
     @property
     def called(self) -> npt.NDArray[np.bool_]:
@@ -86,6 +91,7 @@ class _Copy:
     # A tensor a device: its rows one after the other, then the values with these names.
     packed: list[tuple[torch.Tensor, list[str]]] = field(default_factory=list)
     events: list[torch.Event] = field(default_factory=list)
+    lost: bool = False
 
     def arrived(self) -> bool:
         return all(event.query() for event in self.events)
@@ -93,13 +99,16 @@ class _Copy:
     def sample(self, taps: int) -> Sample:
         size = taps * statistics.COLUMNS
         matrices: list[Array] = []
+        if self.lost:
+            self.packed = []
+            matrices = [statistics.empty_rows(taps, torch.device("cpu")).numpy()]
         values: dict[str, float] = {}
         for tensor, names in self.packed:
             numbers = tensor.double().numpy()
             matrices.append(numbers[:size].reshape(taps, statistics.COLUMNS))
             values.update(zip(names, numbers[size:].tolist(), strict=True))
         rows = statistics.merge(matrices)
-        return Sample(self.step, self.time, rows, values, self.depth, self.largest)
+        return Sample(self.step, self.time, rows, values, self.depth, self.largest, lost=self.lost)
 
 
 class Probe:
@@ -151,13 +160,14 @@ class Probe:
         self._handles: list[RemovableHandle] = []
         try:
             key = _on_cpu([self._number, 0])
-            begin, end = BeginHook(key, training), EndHook(key, training)
-            self._handles.append(model.register_forward_pre_hook(begin))
-            self._handles.append(model.register_forward_hook(end, always_call=True))
+            self._handles.append(model.register_forward_pre_hook(BeginHook(key, training)))
             for index, tap in enumerate(taps):
                 parameter = next(tap.module.parameters(), None)
                 row = self._matrix(parameter.device if parameter is not None else home)[index]
                 self._hook(tap, row, _on_cpu([self._number, index]), training)
+            # After those of the taps, one of which may be the root itself.
+            end = EndHook(key, training)
+            self._handles.append(model.register_forward_hook(end, always_call=True))
         except BaseException:
             self.close()
             raise
@@ -191,11 +201,21 @@ class Probe:
             self._recorded[name] = local.reshape(()).to(matrix.dtype, copy=True)
 
     def take(self, step: int) -> None:
-        """Send the rows gathered for `step` towards the host and start empty ones."""
-        if len(self._copies) >= _PENDING_LIMIT:
+        """Send the rows gathered for `step` towards the host and start empty ones.
+
+        Whatever happens there is a sample for the step, if a lost one: ranks count on it.
+        """
+        copy = _Copy(step, time.time(), self._depth.copy(), self._largest.copy())
+        pending = sum(not waiting.lost for waiting in self._copies)
+        self._copies.append(copy)
+        copy.lost = True
+        if pending >= _PENDING_LIMIT:
             self._clear()
             raise RuntimeError(f"{_PENDING_LIMIT} samples have not reached the host; one is lost")
-        copy = _Copy(step, time.time(), self._depth.copy(), self._largest.copy())
+        self._send(copy)
+        copy.lost = False
+
+    def _send(self, copy: _Copy) -> None:
         recorded = self._recorded
         self._recorded = {}
         for device, matrix in self._matrices.items():
@@ -203,7 +223,6 @@ class Probe:
             packed = torch.cat([matrix.flatten(), *(value[None] for value in values.values())])
             copy.packed.append((to_host(packed, copy.events), list(values)))
             statistics.clear(matrix)
-        self._copies.append(copy)
 
     def skip(self) -> None:
         """A step that is not sampled has ended: what a CUDA graph gathered in it does not count."""
@@ -216,7 +235,7 @@ class Probe:
         self.forwards = 0
 
     def arrived(self) -> list[Sample]:
-        """The samples that have reached the host since the last call, oldest first."""
+        """The samples that have reached the host since the last call or were lost, in order."""
         samples = []
         while self._copies and self._copies[0].arrived():
             samples.append(self._copies.popleft().sample(len(self._limits)))
@@ -224,7 +243,8 @@ class Probe:
 
     def forget(self) -> None:
         """Drop what was taken and not handed out: it belongs to steps that were rolled back."""
-        self._copies.clear()
+        for copy in self._copies:
+            copy.lost = True
         self._recorded = {}
         self.forwards = 0
         self._clear()

@@ -10,10 +10,11 @@ import os
 import sys
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from act_exporter.exceptions import SettingError
-from act_exporter.exporter import Exporter
+from act_exporter.exporter import Exporter, Reduce
 from act_exporter.gradients import Scaler, Which
 from act_exporter.history import Thresholds
 from act_exporter.layers import Watch
@@ -38,6 +39,7 @@ def start_exporter(
     max_series: int | None = 20_000,
     journal: str | Path | None = None,
     baseline: str | Path | None = None,
+    reduce: Reduce = "rank",
 ) -> Exporter:
     """Watch `model` and serve its statistics on `http://host:port/metrics`.
 
@@ -73,6 +75,11 @@ def start_exporter(
             `ACT_JOURNAL`, else none is written.
         baseline: a file of `act-exporter baseline`: baselines of a small run with the same layer
             names, in force from the first step on. Others are learnt.
+        reduce: "rank" gives each rank a page; "global" joins the statistics of all ranks at each
+            sampled step, without waiting, and rank 0 alone serves them, with `rank="all"`, and
+            `act_layer_absmax_rank` for the rank that has the maximum. Each rank must ask for it,
+            after `init_process_group` and with the same layers and `sample_every`; the interval is
+            then never raised, `max_overhead` is only measured.
 
     Returns:
         The running exporter; `close()` it, or use it in a `with` statement.
@@ -90,6 +97,9 @@ def start_exporter(
     if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port <= 65_535:
         raise SettingError(f"port={port!r} is no whole number between 0 and 65535")
     local_rank = _variable("LOCAL_RANK", 0)
+    grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if reduce == "global" and not grouped and _variable("WORLD_SIZE", 1) == 1:
+        reduce = "rank"  # one process is all of its run, and needs no group to say so
     journal = journal if journal is not None else os.environ.get("ACT_JOURNAL")
     exporter = Exporter(
         model,
@@ -104,6 +114,7 @@ def start_exporter(
         max_series=max_series,
         baseline=read_levels(Path(baseline)) if baseline is not None else None,
         journal=Path(journal) if journal else None,
+        reduce=reduce,
     )
     host = host or os.environ.get("ACT_HOST") or "127.0.0.1"
     exporter.serve(host, port + local_rank if port else 0)

@@ -46,7 +46,8 @@ class Column(IntEnum):
 
 COLUMNS = len(Column)
 NONFINITE_KINDS = {"nan": Column.NAN, "posinf": Column.POSINF, "neginf": Column.NEGINF}
-_SUMS = slice(Column.CALLS, Column.NEGINF + 1)
+SUMS = slice(Column.CALLS, Column.NEGINF + 1)
+"""The columns that are added up, over calls, devices and ranks; the rest are extremes."""
 
 # The CPU works on rows of this many elements: a float32 sum over a whole tensor loses digits with
 # its length, sums of rows joined in float64 do not. `vector_norm` adds one element after another:
@@ -120,7 +121,7 @@ def empty_rows(taps: int, device: torch.device) -> torch.Tensor:
 
 def clear(rows: torch.Tensor) -> None:
     """Make all rows empty again, in place."""
-    rows[:, _SUMS].zero_()
+    rows[:, SUMS].zero_()
     rows[:, Column.MIN].fill_(torch.inf)
     rows[:, Column.MAX].fill_(-torch.inf)
     rows[:, Column.ROW_NORM].zero_()
@@ -438,7 +439,7 @@ def merge(rows: list[Array]) -> Array:
     """One matrix from the matrices of several devices."""
     merged = rows[0].copy()
     for other in rows[1:]:
-        merged[:, _SUMS] += other[:, _SUMS]
+        merged[:, SUMS] += other[:, SUMS]
         np.minimum(merged[:, Column.MIN], other[:, Column.MIN], out=merged[:, Column.MIN])
         for column in (Column.MAX, Column.ROW_NORM, Column.LOG_PARTITION):
             np.maximum(merged[:, column], other[:, column], out=merged[:, column])

@@ -69,6 +69,9 @@ class Signal:
     Attributes:
         peak: the largest finite value of the last `peak_seconds`, and at least the last one, of
             those since there is a window.
+        peak_zscore: deviations above the window, as it was when they came, of the values that were
+            high; their maximum held for `peak_seconds`, NaN where none was.
+        peak_ratio: likewise, times the window's mean.
         window_mean: mean of the last values that were not high.
         window_std: their standard deviation, at least 1 % of the mean.
         nonfinite: how many sampled steps had NaN or Inf.
@@ -78,6 +81,8 @@ class Signal:
     """
 
     peak: float
+    peak_zscore: float
+    peak_ratio: float
     window_mean: float
     window_std: float
     nonfinite: int
@@ -164,7 +169,7 @@ class _SignalHistory:
         self._sigma = thresholds.sigma
         minimum = min(_MINIMUM, thresholds.window_minimum)
         self.window = Window(1, thresholds.window, minimum)
-        self._peaks = HeldMaximum((1,), thresholds.peak_seconds)
+        self._peaks = HeldMaximum((3,), thresholds.peak_seconds)
         self._rows = HeldMaximum((1,), thresholds.peak_seconds)
         self._recent: deque[_Recent] = deque()
         self._row = 0
@@ -198,9 +203,13 @@ class _SignalHistory:
         # 11 would be held against the 4 that it has fallen to a minute later.
         mean, std = self._spread()
         judged = finite and not math.isnan(mean)
-        held = self._peaks.add(np.array([value if judged else np.nan]), now)
+        excess = _excess(value, before) if level == "high" else (np.nan, np.nan)
+        held = self._peaks.add(np.array([value if judged else np.nan, *excess]), now)
+        peak, peak_zscore, peak_ratio = held.tolist()
         return Signal(
-            peak=float(held[0]),
+            peak=peak,
+            peak_zscore=peak_zscore,
+            peak_ratio=peak_ratio,
             window_mean=mean,
             window_std=std,
             nonfinite=self._nonfinite,
@@ -234,3 +243,12 @@ def _is_beyond(value: float, spread: tuple[float, float], factor: float, sigma: 
     mean, std = spread
     # Before there is a window both are NaN, and nothing is beyond. A loss may be negative.
     return value - mean > sigma * std and value - mean > (factor - 1) * abs(mean)
+
+
+def _excess(value: float, spread: tuple[float, float]) -> tuple[float, float]:
+    """How far above the window: in deviations, and times its mean (NaN where that is not above 0).
+
+    Taken when the value comes, since the window moves on while a peak is held.
+    """
+    mean, std = spread
+    return (value - mean) / std, value / mean if mean > 0 else math.nan

@@ -67,6 +67,8 @@ AT_START_OR_CLOSE = {
     "exporter.Exporter.__exit__",
     "exporter.Exporter.close",
     "exporter.Exporter.serve",
+    "exporter.Exporter._speaks",
+    "collector.LayerPage._prefixes_of",  # and where there are more series than may be
     "collector._escaped",
     "collector._more_labels",
     "collector.sample_prefix",
@@ -157,6 +159,7 @@ ELSEWHERE = {
     "probe.Probe.skip",  # in a step that is not sampled
     "statistics._add_fused",
     "statistics.add_row_norm",  # of queries and keys that have modules of their own
+    "training._excess",  # of a value that is high, once there is a window
     "drift.Drift._judge",  # after a hundred sampled steps
     "silence.Silence._nothing_ran",
     "silence.Silence._some_did_not",

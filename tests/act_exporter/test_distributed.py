@@ -6,6 +6,8 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,10 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from act_exporter import start_exporter
+from act_exporter.exceptions import SettingError
 from act_exporter.exporter import Exporter
+from act_exporter.history import Layers
+from act_exporter.records import Reader
 from deploy.demo.servers import REPOSITORY, free_port
 from tests.act_exporter.models import gpt, train
 
@@ -163,9 +168,147 @@ def empty_shard(rank: int) -> None:
         assert bool(exporter._training.layers.statistics.absmax[0] > 0) == (rank == 0)
 
 
+def joined(exporter: Exporter, step: int) -> Layers:
+    """What has become of `step` once the other rank's part is there."""
+    deadline = time.monotonic() + SECONDS
+    while exporter._judged < step and time.monotonic() < deadline:
+        exporter._take_in()
+        time.sleep(0.001)
+    assert exporter._judged == step
+    assert exporter._training.layers is not None
+    return exporter._training.layers
+
+
+def train_step(model: nn.Module, x: torch.Tensor, exporter: Exporter, step: int) -> None:
+    model(x).sum().backward()
+    exporter.step(step)
+
+
+def global_page(rank: int) -> None:
+    """Rank 0 alone serves what all ranks have seen, and says whose the largest value is."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    x = torch.randn(3, 4)
+    with torch.no_grad():
+        both = torch.stack([model(x), model(5 * x)])
+    with start_exporter(model, 0, watch="1", reduce="global") as exporter:
+        exporter.record(loss=2.0 + rank, grad_norm=torch.tensor(7.0))
+        train_step(model, x * (5 if rank else 1), exporter, 1)
+        layers = joined(exporter, 1)
+        found = layers.statistics
+        assert found.absmax[0] == pytest.approx(float(both.abs().max()))
+        assert found.min[0] == pytest.approx(float(both.min()))
+        assert found.mean[0] == pytest.approx(float(both.mean()), rel=1e-5)
+        assert found.std[0] == pytest.approx(float(both.std(unbiased=False)), rel=1e-5)
+        assert layers.holder.tolist() == [1]
+        assert layers.calls.tolist() == [RANKS]
+        assert exporter._training.values["loss"] == 2.5
+        assert (exporter.port is None) == (rank > 0)
+        page = exporter._render("")[0].decode()
+        assert 'act_layer_absmax_rank{run="ranks",rank="all",layer="1",tensor="output"} 1.0' in page
+        # NaN is no number, and the rank that has it is what one wants to know.
+        train_step(model, x if rank else x * torch.nan, exporter, 2)
+        layers = joined(exporter, 2)
+        assert layers.nonfinite.sum() == x.numel()
+        assert layers.holder.tolist() == [0]
+        assert exporter.onset() == 2
+        assert errors(exporter) == 0
+
+
+def global_journal(rank: int) -> None:
+    """One for all ranks, which rank 0 writes."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = nn.Linear(4, 4)
+        with start_exporter(model, 0, reduce="global", journal=folder) as exporter:
+            train_step(model, torch.ones(1, 4), exporter, 1)
+            joined(exporter, 1)
+        if rank == 0:
+            assert [record.step for record in Reader(Path(folder)).records()] == [1]
+        else:
+            assert list(Path(folder).iterdir()) == []
+
+
+def global_lost(rank: int) -> None:
+    """A sample that one rank loses is the other's alone, and the next is of both again."""
+    model = nn.Linear(4, 4)
+    with start_exporter(model, 0, reduce="global") as exporter:
+        if rank:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("act_exporter.probe._PENDING_LIMIT", 0)
+                train_step(model, torch.ones(1, 4), exporter, 1)
+            assert errors(exporter) == 1
+        else:
+            train_step(model, torch.ones(1, 4), exporter, 1)
+            assert joined(exporter, 1).calls.tolist() == [1]
+        train_step(model, torch.ones(1, 4), exporter, 2)
+        assert joined(exporter, 2).calls.tolist() == [2 if rank else 3]
+
+
+def global_rollback(rank: int) -> None:
+    """What was under way when a run was rolled back is not judged in the new generation."""
+    model = nn.Linear(4, 4)
+    with start_exporter(model, 0, reduce="global") as exporter:
+        train_step(model, torch.ones(1, 4), exporter, 9)
+        exporter.reset(generation=1)
+        assert exporter._training.layers is None
+        train_step(model, torch.ones(1, 4), exporter, 5)
+        assert joined(exporter, 5).calls.tolist() == [RANKS]
+        assert errors(exporter) == 0
+
+
+def global_out_of_step(rank: int) -> None:
+    """Ranks at different steps are joined no more: each goes on with what it sees, and says so."""
+    model = nn.Linear(4, 4)
+    with start_exporter(model, 0, reduce="global") as exporter:
+        for step in (1 + rank, 3, 4):
+            train_step(model, torch.ones(1, 4), exporter, step)
+            assert joined(exporter, step).holder.tolist() != [1]
+        assert exporter._errors["ranks"] == 1
+        assert calls(exporter) == {3}
+
+
+def global_alone(rank: int) -> None:
+    """A rank that hangs holds up nobody's step; that it does not answer is counted."""
+    model = nn.Linear(4, 4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("act_exporter.ranks._WAITING", 3)
+        with start_exporter(model, 0, reduce="global") as exporter:
+            if rank == 0:
+                for step in range(1, 6):
+                    train_step(model, torch.ones(1, 4), exporter, step)
+                assert exporter._errors["ranks"] == 1
+                assert exporter._training.step == 5
+                assert joined(exporter, 5).calls.tolist() == [5]
+            dist.barrier()
+            if rank == 1:  # or rank 0 would wait at its close for collectives nobody enters
+                for step in range(1, 4):
+                    train_step(model, torch.ones(1, 4), exporter, step)
+
+
+def global_differs(rank: int) -> None:
+    """Ranks with other layers than the first are refused, by all of them alike."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with pytest.raises(SettingError, match="ranks 0 and 1 watch different tensors"):
+        start_exporter(model, 0, watch=str(rank), reduce="global")
+
+
 SCENES = {
     scene.__name__: scene
-    for scene in (ddp_before, ddp_after, fsdp, fsdp_norm, tensor_parallel, empty_shard)
+    for scene in (
+        ddp_before,
+        ddp_after,
+        fsdp,
+        fsdp_norm,
+        tensor_parallel,
+        empty_shard,
+        global_page,
+        global_journal,
+        global_lost,
+        global_rollback,
+        global_out_of_step,
+        global_alone,
+        global_differs,
+    )
 }
 
 

@@ -63,6 +63,13 @@ class TestWhatCounts:
         model(tokens())
         assert set(watched.calls().values()) == {1}
 
+    def test_of_a_model_that_is_a_single_layer(self) -> None:
+        """The hooks that begin and end the forward are on the same module as the tap's."""
+        model = nn.Linear(4, 4)
+        watched = Watched(model)
+        model(torch.ones(1, 4))
+        assert watched.calls() == {"model output": 1}
+
     def test_the_numbers_are_those_of_the_tensor(self) -> None:
         model = gpt()
         watched = Watched(model, "norm")
@@ -462,7 +469,12 @@ class TestAccelerator:
         with pytest.raises(RuntimeError, match="one is lost"):
             watched.probe.take(4)
         Event.passed = True
-        assert [sample.step for sample in watched.probe.arrived()] == [0, 1, 2, 3]
+        arrived = watched.probe.arrived()
+        assert [(sample.step, sample.lost) for sample in arrived] == [
+            *((step, False) for step in range(4)),
+            (4, True),
+        ]
+        assert not arrived[4].called.any()
         assert device.waits == []
 
     def test_the_stand_in_notices_who_waits(self, device: Device) -> None:

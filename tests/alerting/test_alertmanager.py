@@ -45,6 +45,7 @@ RECEIVERS = {
     "ActLayerDepthSpike": "people",
     "ActLayerHeadroomEnding": "people",
     "ActLayerDead": "people",
+    "ActLayerSaturated": "people",
     "ActAttentionLogitsGrowing": "people",
     "ActRankSpread": "people",
     "ActLossShifted": "people",

@@ -45,8 +45,9 @@ MODELS = (
     {"layers": 6, "width": 256, "batch": 8, "context": 256},
 )
 THRESHOLD = Thresholds().exceed
-COLD_BYTES = 64 * 2**20
-"""More than the last-level cache of a server's core group; touched between two cold runs."""
+COLD_BYTES = 512 * 2**20
+"""More than all last-level caches of a server, of which a virtual machine is shown a part; touched
+between two cold runs."""
 
 
 EVICTING = torch.zeros(COLD_BYTES, dtype=torch.uint8)
