@@ -12,6 +12,7 @@ out to be at different steps, or do not answer, joining ends for good and is cou
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -134,10 +135,11 @@ class Ranks:
         """Let the last collectives through, for some seconds at most."""
         atexit.unregister(self.close)
         deadline = time.monotonic() + _CLOSE_SECONDS
-        while not all(joining.done() for joining in self._joining):
-            if time.monotonic() > deadline:
-                break
-            time.sleep(_POLL_SECONDS)
+        with contextlib.suppress(Exception):  # a group that is gone has nothing under way
+            while not all(joining.done() for joining in self._joining):
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(_POLL_SECONDS)
         self._joining.clear()
 
     def _send(self, sample: Sample) -> None:

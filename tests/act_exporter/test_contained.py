@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
@@ -46,6 +47,7 @@ MODULES = (
     "diagnosis",
     "peaks",
     "memory",
+    "ranks",
 )
 
 # Not called between the first forward and the last step of a run: where a fault in them is
@@ -63,6 +65,8 @@ AT_START_OR_CLOSE = {
     "statistics.warm_up",
     "gradients.Gradients.close",
     "gradients.Gradients.series",
+    "ranks.Ranks._compare",
+    "ranks.Ranks.close",
     "exporter.Exporter.__enter__",
     "exporter.Exporter.__exit__",
     "exporter.Exporter.close",
@@ -77,6 +81,7 @@ AT_START_OR_CLOSE = {
 }
 FOR_THE_GUARD = {
     "probe.Probe.forget",
+    "ranks.Ranks.forget",
     "steps.Steps.restart",
     "steps.Steps.set",
     "history.History.load_state_dict",
@@ -137,6 +142,7 @@ REPORTERS = {
     "gradients._Trigger._tell",
     "exporter.Exporter._count_error",
     "exporter.Exporter._log",
+    "ranks.Ranks._end",
 }
 
 # Without effect on what is watched here: a copy's hook, what stands in for an operator where there
@@ -242,6 +248,8 @@ def run(
     torch.manual_seed(5)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     options: dict[str, Any] = {"watch": "sublayers", "sample_every": 1, "thresholds": QUICK}
+    if dist.is_initialized():
+        options["reduce"] = "global"
     exporter = Exporter(model, run="test", rank=0, **options) if watched else None
     then()
     for step in range(9):
@@ -265,6 +273,14 @@ def run(
     return [parameter.detach() for parameter in model.parameters()], errors
 
 
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """A group of this process alone, whose ranks are joined."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 def forward(model: nn.Module) -> torch.Tensor:
     tokens = torch.randint(0, 256, (32, 9))  # logits that are enough to be summed in rows
     return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
@@ -281,11 +297,23 @@ def test_nothing_is_counted_where_nothing_is_broken(undisturbed: list[torch.Tens
     assert all(map(torch.equal, weights, undisturbed))
 
 
+@pytest.mark.usefixtures("one_rank")
+def test_nothing_is_counted_where_ranks_are_joined(undisturbed: list[torch.Tensor]) -> None:
+    weights, errors = run(watched=True)
+    assert errors == 0
+    assert all(map(torch.equal, weights, undisturbed))
+
+
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_fault_is_counted_and_changes_nothing(
-    name: str, undisturbed: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+    name: str,
+    undisturbed: list[torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     """A function that this run never calls fails here: let it be called, or say when it is."""
+    if name.startswith("ranks."):
+        request.getfixturevalue("one_rank")
     if name in ON_DEVICE:
         monkeypatch.setattr(statistics, "add_on_cpu", lambda *a: statistics.add_on_device(*a))
     weights, errors = run(watched=True, then=lambda: break_(name, monkeypatch))

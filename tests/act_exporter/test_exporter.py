@@ -667,6 +667,8 @@ class Experts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.unused: tuple[int, int] | None = None
+        self.twice: tuple[int, int] | None = None
         self.blocks = nn.ModuleList(
             nn.ModuleDict(
                 {
@@ -678,10 +680,26 @@ class Experts(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
+        for place, block in enumerate(self.blocks):
             gate = block["router"](x).softmax(-1)
-            x = x + sum(gate[..., n, None] * e(x) for n, e in enumerate(block["experts"]))
+            for number, expert in enumerate(block["experts"]):
+                if (place, number) != self.unused:
+                    x = x + gate[..., number, None] * expert(x)
+                if (place, number) == self.twice:
+                    expert(x)
         return x
+
+
+def shown(exporter: Exporter, model: Experts, step: int) -> set[str]:
+    """The layers that are on the page after a step."""
+    model(torch.randn(2, 4)).sum().backward()
+    exporter.step(step)
+    samples = [s for family in parse_text(page(exporter)) for s in family.samples]
+    return {
+        s.labels["layer"]
+        for s in samples
+        if s.name.startswith("act_layer_") and "tensor" in s.labels
+    }
 
 
 class TestMaxSeries:
@@ -712,6 +730,34 @@ class TestMaxSeries:
             exporter.step(1)
             assert exporter.onset() == 1
             assert value(exporter, "act_onset_step", layer="blocks.3.experts.63") == 1
+
+    def test_what_is_left_out_is_on_the_page_where_it_is_worst(self) -> None:
+        """The rules see no more than the page: a fault in any expert must reach them."""
+        model = Experts()
+        with start_exporter(model, 0, watch="all", max_series=500) as exporter:
+            before = shown(exporter, model, step=1)
+            assert "blocks.3.experts.40" not in before
+            with torch.no_grad():
+                model.blocks[3]["experts"][40].weight.fill_(math.nan)
+            during = shown(exporter, model, step=2)
+            assert "blocks.3.experts.40" in during
+            assert value(
+                exporter,
+                "act_layer_exceeded_consecutive",
+                layer="blocks.3.experts.40",
+                rule="nonfinite",
+            )
+            # What has a place of its own keeps it, and as many series as before are shown.
+            assert {f"blocks.{n}.router" for n in range(4)} <= during
+            assert len(during) == len(before)
+
+    def test_what_is_left_out_is_on_the_page_where_it_is_used_least_and_most(self) -> None:
+        model = Experts()
+        with start_exporter(model, 0, watch="all", max_series=1_500) as exporter:
+            model.unused, model.twice = (1, 7), (2, 9)
+            layers = shown(exporter, model, step=1)
+            assert {"blocks.1.experts.7", "blocks.2.experts.9"} <= layers
+            assert len(layers) < 60
 
     @pytest.mark.parametrize("limit", [0, -1, 2.5, True])
     def test_a_limit_that_cannot_be_is_an_error(self, limit: object) -> None:

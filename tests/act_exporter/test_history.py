@@ -89,6 +89,50 @@ class TestPeak:
         assert run.feed(math.nan, 1.0, nan=3).peak[0] == 1
 
 
+def with_moments(run: Run, low: float, high: float, mean: float, std: float) -> Sample:
+    """A sample of one tap, 1,000 elements."""
+    sample = run.sample(1.0)
+    row = sample.rows[0]
+    row[Column.COUNT] = 1_000
+    row[Column.SUM] = 1_000 * mean
+    row[Column.SUM_SQUARES] = 1_000 * (std**2 + mean**2)
+    row[Column.MIN], row[Column.MAX] = low, high
+    return sample
+
+
+class TestSaturation:
+    """All elements at one end or the other."""
+
+    FREE = (-1.0, 1.0, 0.0, 0.6)  # tanh of what is normal, or a little more
+    ENDS = (-1.0, 1.0, 0.1, 0.99)
+    GATES = (0.0, 1.0, 0.3, 0.45)  # 30 % open, the rest shut
+
+    @pytest.mark.parametrize("ends", [ENDS, GATES])
+    def test_is_counted_where_it_came_about(self, ends: tuple[float, float, float, float]) -> None:
+        run = Run("gate")
+        run.history.observe(with_moments(run, *self.FREE), None)
+        for count in (1, 2):
+            layers = run.history.observe(with_moments(run, *ends), None)
+            assert of(layers, "consecutive", "saturated") == count
+        assert layers.onset is None  # no reason to roll back
+
+    def test_is_no_fault_where_it_was_so_from_the_start(self) -> None:
+        """A mask, a one-hot choice."""
+        run = Run("mask")
+        for _ in range(3):
+            layers = run.history.observe(with_moments(run, *self.ENDS), None)
+        assert of(layers, "exceeded_steps", "saturated") == 0
+
+    def test_a_constant_and_a_few_elements_have_none(self) -> None:
+        run = Run("gate")
+        run.history.observe(with_moments(run, *self.FREE), None)
+        layers = run.history.observe(with_moments(run, 1.0, 1.0, 1.0, 0.0), None)
+        few = with_moments(run, *self.ENDS)
+        few.rows[0, Column.COUNT : Column.SUM_SQUARES + 1] /= 20
+        layers = run.history.observe(few, None)
+        assert of(layers, "exceeded_steps", "saturated") == 0
+
+
 class TestHardRule:
     def test_counts_only_above_a_hundred_times_the_baseline(self, run: Run) -> None:
         assert of(run.feed(100.0, 1.0), "consecutive", "hard") == 0

@@ -80,6 +80,28 @@ def test_a_peak_is_held_for_two_minutes(run: Run) -> None:
     assert run.history.signals["loss"].peak == 2
 
 
+def test_a_spike_is_held_against_the_window_that_it_met(run: Run) -> None:
+    """The window moves on while the peak is held."""
+    before = run.history.signals["loss"]
+    run.feed(50.0)
+    met = run.history.signals["loss"]
+    assert met.peak_ratio == pytest.approx(50 / before.window_mean)
+    assert met.peak_zscore == pytest.approx((50 - before.window_mean) / before.window_std)
+    run.history.rebaseline()
+    run.now += 100
+    run.feed(9.0)
+    assert run.history.signals["loss"].peak_ratio == met.peak_ratio
+    run.now += 30
+    run.feed(9.0)
+    assert math.isnan(run.history.signals["loss"].peak_zscore)
+
+
+def test_a_loss_that_is_not_high_is_no_spike(run: Run) -> None:
+    """Many deviations, but not twice the mean."""
+    run.feed(3.0)
+    assert math.isnan(run.history.signals["loss"].peak_zscore)
+
+
 def test_the_height_that_a_loss_falls_from_is_no_peak() -> None:
     run = Run()
     for step in range(60):
