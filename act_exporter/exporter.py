@@ -429,6 +429,7 @@ class Exporter:
                 layers.statistics,
                 sample.nonfinite,
                 sample.called,
+                sample.holder,
             )
 
     def _note(self, kind: str, **fields: Any) -> None:

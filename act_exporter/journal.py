@@ -103,6 +103,7 @@ class Journal:
         statistics: Statistics,
         nonfinite: Array,
         called: npt.NDArray[np.bool_],
+        holder: Array | None = None,
     ) -> None:
         """Write a line for each tap that ran; the arrays must not be changed afterwards.
 
@@ -113,8 +114,9 @@ class Journal:
             statistics: arrays (taps,).
             nonfinite: the elements of this step by kind, (kinds, taps).
             called: which taps ran at this step, (taps,).
+            holder: which rank has the absmax, (taps,), where ranks were joined.
         """
-        sampled = Sampled(step, time, generation, statistics, nonfinite, called)
+        sampled = Sampled(step, time, generation, statistics, nonfinite, called, holder)
         if not self._put(sampled):
             self.dropped["queue"] += int(np.count_nonzero(called))
 

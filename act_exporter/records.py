@@ -45,6 +45,7 @@ class Sampled(NamedTuple):
         statistics: arrays (taps,).
         nonfinite: this step's elements by kind, (kinds, taps).
         called: which taps ran, (taps,).
+        holder: (taps,) the rank that has the absmax, where ranks were joined; NaN for none.
     """
 
     step: int
@@ -53,6 +54,7 @@ class Sampled(NamedTuple):
     statistics: Statistics
     nonfinite: Array
     called: npt.NDArray[np.bool_]
+    holder: Array | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,11 +129,15 @@ class Writing:
         table = np.stack([getattr(sampled.statistics, name)[taps] for name in STATISTICS], axis=1)
         counts = sampled.nonfinite[:, taps].T.tolist()
         whole = np.isfinite(table).all(axis=1).tolist()
+        ends = ["}\n"] * len(taps)
+        if sampled.holder is not None:
+            held = sampled.holder[taps].tolist()
+            ends = [f',"absmax_rank":{rank:.0f}}}\n' if rank >= 0 else "}\n" for rank in held]
         return [
             f"{head},{self._names[tap]},"
-            f"{_VALUES % tuple(row) if finite else _with_words(row)},{_COUNTS % tuple(count)}}}\n"
-            for tap, row, finite, count in zip(
-                taps.tolist(), table.tolist(), whole, counts, strict=True
+            f"{_VALUES % tuple(row) if finite else _with_words(row)},{_COUNTS % tuple(count)}{end}"
+            for tap, row, finite, count, end in zip(
+                taps.tolist(), table.tolist(), whole, counts, ends, strict=True
             )
         ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -224,6 +225,9 @@ def global_journal(rank: int) -> None:
             joined(exporter, 1)
         if rank == 0:
             assert [record.step for record in Reader(Path(folder)).records()] == [1]
+            (file,) = Path(folder).iterdir()
+            # The same input in both, so the first of them.
+            assert json.loads(file.read_text())["absmax_rank"] == 0
         else:
             assert list(Path(folder).iterdir()) == []
 
