@@ -70,7 +70,7 @@ def start_exporter(
         scaler: the `GradScaler` in use, if any: the gradients are too large by its scale.
         max_series: how many layer series a page may have; beyond it the most nested layers (experts
             of a mixture) are judged here but not exposed, which `act_series_dropped_total` says.
-            20,000 are some 90 blocks at the default watch level.
+            20,000 are some 80 blocks at the default watch level.
         journal: a folder for every sampled step as JSON lines, kept for 30 days; default
             `ACT_JOURNAL`, else none is written.
         baseline: a file of `act-exporter baseline`: baselines of a small run with the same layer
