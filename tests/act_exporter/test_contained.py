@@ -45,6 +45,7 @@ MODULES = (
     "training",
     "diagnosis",
     "peaks",
+    "updates",
     "memory",
 )
 
@@ -63,6 +64,8 @@ AT_START_OR_CLOSE = {
     "statistics.warm_up",
     "gradients.Gradients.close",
     "gradients.Gradients.series",
+    "updates.Updates.close",
+    "updates.Updates.series",
     "exporter.Exporter.__enter__",
     "exporter.Exporter.__exit__",
     "exporter.Exporter.close",
@@ -97,6 +100,11 @@ FOR_THE_GUARD = {
     "baseline.Baseline.set",
     "gradients.Gradients.drop",
     "gradients.Gradients.forget",
+    "updates.Updates.drop",
+    "updates.Updates.forget",
+    "updates.Updates.look_often",
+    "exporter.Exporter._resumed",
+    "training.TrainingHistory.is_learnt",
     "window.Window.clear",
     "window.Window.restore",
     "window.Window.state",
@@ -126,6 +134,7 @@ BOUNDARIES = {
     "gradients._Trigger.__call__",
     "exporter.Exporter.record",
     "exporter.Exporter._render",  # raises again, in the thread of the scrape
+    "steps.Steps._began",
     "steps.Steps._stepped",
 }
 
@@ -135,6 +144,7 @@ REPORTERS = {
     "probe.Probe.failed",
     "gradients.Gradients.failed",
     "gradients._Trigger._tell",
+    "updates.Updates._failed",
     "exporter.Exporter._count_error",
     "exporter.Exporter._log",
 }
