@@ -8,12 +8,13 @@ it; sums over layers and over the model are made on the host.
 From the end of one step to the end of the next each optimizer steps once, wherever the step's end
 is said to be: at that of the first of several optimizers, or before most of those that step inside
 backward. So a look is of every optimizer once, and complete when each trainable matrix was stepped
-or an optimizer begins anew.
+or one begins to be stepped anew.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
 import weakref
@@ -37,8 +38,8 @@ from act_exporter.transfer import to_host
 _ELEMENTS = 1024
 
 # Matrices that are looked at; of more, so many spread over the depth. It bounds what a look costs
-# on the host, some 10 microseconds a matrix, and the copies' memory, a mebibyte in float32.
-_MATRICES = 256
+# on the host, about 40 microseconds a matrix, and its memory, a mebibyte in float32.
+_MATRICES = 128
 
 # Each so-many-th sampled step is looked at: a look costs more than the statistics of a small step.
 _LOOK_EVERY = 10
@@ -57,6 +58,9 @@ _SCAN_EVERY = 10
 
 # As in the probe: more copies under way mean that the host never catches up.
 _PENDING_LIMIT = 4
+
+# Tensor classes whose memory is what it seems; others (quantised, of adapters) have an inner life.
+_PLAIN = (torch.Tensor, nn.Parameter)
 
 # Distance of two sampled elements, modulo the row: by this part of a row no few of them fall on the
 # same columns or next to each other (a power of two would see one column of a matrix only).
@@ -152,8 +156,7 @@ class _Look:
     matrices: _Matrices
     step: int | None = None
     begun: dict[int, list[_Copied]] = field(default_factory=dict)  # by the optimizer's identity
-    ended: set[int] = field(default_factory=set)
-    stepped: set[int] = field(default_factory=set)  # places of the matrices of those that ended
+    stepped: set[int] = field(default_factory=set)  # places of the matrices whose step has ended
     compared: list[_Compared] = field(default_factory=list)
     skipped: list[torch.Tensor] = field(default_factory=list)  # not 0 where a scaler skips
     events: list[torch.Event] = field(default_factory=list)
@@ -316,9 +319,9 @@ class Updates:
 
     def _begin(self, optimizer: Optimizer) -> None:
         look = self._look
-        if look is not None and id(optimizer) in look.ended:
+        if look is not None and not look.stepped.isdisjoint(_places(optimizer, look.matrices)):
             if look.step is None:
-                return  # several steps of it before one is told of: the first is the sample
+                return  # several steps before one is told of: the first is the sample
             self._send(look)
             look = None
             if not self.wanted:
@@ -334,7 +337,6 @@ class Updates:
         if look is None or id(optimizer) not in look.begun:
             return
         parts = look.begun.pop(id(optimizer))
-        look.ended.add(id(optimizer))
         look.stepped |= _places(optimizer, look.matrices).keys()
         look.compared += [
             compared
@@ -351,7 +353,7 @@ class Updates:
     def _take(self, step: int) -> None:
         look = self._look
         self._since += 1
-        if look is None or not look.ended:
+        if look is None or not look.stepped:
             return
         if look.step is not None:
             self._send(look)
@@ -411,7 +413,7 @@ class Updates:
             part.places.append(place)
             part.rates.append(math.nan if rate is None else rate)
             part.before.append(_sample(local))
-            part.sizes.append(len(part.before[-1]))
+            part.sizes.append(part.before[-1].numel())
         for part in alike.values():
             part.before = [torch.cat(part.before)]  # one kernel a device and dtype; copies
         return list(alike.values())
@@ -422,8 +424,9 @@ class Updates:
         gradients: list[torch.Tensor] = []
         counts: list[tuple[int, int, int]] = []
         rates: list[float] = []
-        copied = zip(part.places, part.rates, torch.split(part.before[0], part.sizes), strict=True)
-        for place, rate, elements in copied:
+        old = part.before[0]
+        copied = zip(part.places, part.rates, part.sizes, torch.split(old, part.sizes), strict=True)
+        for place, rate, size, elements in copied:
             parameter = matrices.references[place]()
             local = None if parameter is None else _local(parameter)
             gradient = parameter.grad if parameter is not None else None
@@ -432,16 +435,12 @@ class Updates:
             if local is None or near is None or near.shape != local.shape:
                 continue
             now = _sample(local)
-            if (now.dtype, now.device, len(now)) != (
-                elements.dtype,
-                elements.device,
-                len(elements),
-            ):
+            if (now.dtype, now.device, now.numel()) != (old.dtype, old.device, size):
                 continue
             before.append(elements)
             after.append(now)
             gradients.append(_sample(near))
-            counts.append((place, len(now), local.numel()))
+            counts.append((place, size, local.numel()))
             rates.append(rate)
         if not before:
             return None
@@ -485,7 +484,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor | None:
     shard = getattr(tensor, "to_local", None)  # a DTensor, whose module takes 0.8 s to import
     local: torch.Tensor = tensor if shard is None else shard()
     readable = (
-        type(local) in (torch.Tensor, nn.Parameter)
+        type(local) in _PLAIN
         and local.layout is torch.strided
         and local.is_floating_point()
         and not local.is_meta
@@ -502,6 +501,7 @@ def _sample(local: torch.Tensor) -> torch.Tensor:
     return local.as_strided((count,), (stride,), local.storage_offset())
 
 
+@functools.lru_cache(maxsize=1024)
 def _stride(width: int, elements: int) -> int:
     """Distance of the sampled elements of a matrix of this width: they change columns each time."""
     least = math.ceil(elements / _ELEMENTS)
