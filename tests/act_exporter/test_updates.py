@@ -8,10 +8,13 @@ import gc
 import math
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch import nn
 from torch.nn import functional as F
 
@@ -23,6 +26,7 @@ from act_exporter.layers import find_taps
 from act_exporter.steps import Steps
 from act_exporter.updates import Update, Updates
 from tests.act_exporter.models import gpt, train
+from tests.act_exporter.test_gradients import in_two_processes
 from tests.act_exporter.test_probe import Device, Event, OnDevice
 
 PROJECTION = "blocks.0.attn.proj"
@@ -88,6 +92,10 @@ def exporter_of(model: nn.Module, gradients: Which = True) -> Exporter:
         thresholds=Thresholds(window=40, window_minimum=10),
         gradients=gradients,
     )
+
+
+def shown(exporter: Exporter, name: str, **labels: str) -> float | None:
+    return exporter.registry.get_sample_value(name, {"run": "test", "rank": "0", **labels})
 
 
 class Resumed(NamedTuple):
@@ -461,6 +469,88 @@ class TestModel:
                 assert exporter._errors["update"] == 0
             weights.append([*(parameter.detach() for parameter in model.parameters()), random])
         assert all(map(torch.equal, *weights))
+
+
+class TestExporter:
+    def test_shows_the_last_update_that_was_looked_at(self) -> None:
+        model = gpt()
+        with exporter_of(model) as exporter:
+            train(model, 2, torch.optim.AdamW(model.parameters(), lr=1e-3))
+            assert 0.5 < (shown(exporter, "act_update_rms") or 0) < 1.1
+            assert (shown(exporter, "act_update_ratio") or 0) > 0
+            assert shown(exporter, "act_update_unchanged_ratio") == 0
+            assert (shown(exporter, "act_layer_update_ratio", layer="blocks.1") or 0) > 0
+            assert shown(exporter, "act_layer_update_unchanged_ratio", layer="blocks.1") == 0
+            train(model, 1, torch.optim.AdamW(model.parameters(), lr=0.0))
+            train(model, 1)
+            assert shown(exporter, "act_update_unchanged_ratio") is None
+
+    def test_takes_steps_that_are_told(self) -> None:
+        """As the guard does: after all optimizers, and with numbers of its own."""
+        model = gpt()
+        with exporter_of(model) as exporter:
+            exporter.step(40)
+            for step in (41, 42):
+                train(model, 1)
+                exporter.step(step)
+                assert exporter._training.update is not None
+                assert exporter._training.update.step == step
+
+    def test_forgets_an_undone_update_and_looks_at_the_next_ten(self) -> None:
+        model = gpt()
+        with exporter_of(model) as exporter:
+            train(model, 60)
+            assert exporter._numbers.is_learnt("update_rms")
+            exporter.reset(generation=1)
+            assert shown(exporter, "act_update_ratio") is None
+            seen = []
+            for _ in range(25):
+                train(model, 1)
+                assert exporter._training.update is not None
+                seen.append(exporter._training.update.step)
+            assert seen[:10] == list(range(61, 71))
+            assert set(seen[10:]) <= {70, 80}
+
+    def test_looks_at_nothing_in_a_pause(self) -> None:
+        model = gpt()
+        with exporter_of(model) as exporter:
+            with exporter.paused():
+                train(model, 1)
+            assert exporter._updates.wanted
+            train(model, 1)
+            assert exporter._training.update is not None
+            assert exporter._training.update.step == 1
+
+
+def _sharded() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = gpt()
+    watched = Watched(model)  # all its parameters will be gone
+    mesh = init_device_mesh("cpu", (2,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    torch.manual_seed(dist.get_rank())
+    for _ in range(2):
+        backward(model)
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.fill_(1.0)
+        optimizer.step()
+    assert watched.errors == []
+    assert watched.seen == [1, 2]
+    assert watched.arrived[-1].values["update_rms"] == pytest.approx(1, rel=1e-3)
+    assert "blocks.1.mlp.down" in watched.arrived[-1].ratios
+
+
+class TestRanks:
+    def test_each_looks_at_its_own_shards(self, tmp_path: Path) -> None:
+        mp.start_processes(
+            in_two_processes, (_sharded, str(tmp_path / "store")), nprocs=2, start_method="spawn"
+        )
 
 
 class TestFaults:
