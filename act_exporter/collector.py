@@ -16,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from act_exporter.changes import Update
 from act_exporter.diagnosis import VERDICTS, Verdict
 from act_exporter.history import RULES, SERIOUS, Layers, Thresholds
 from act_exporter.journal import Journal
@@ -23,7 +24,6 @@ from act_exporter.layers import Tap
 from act_exporter.memory import device_memory
 from act_exporter.statistics import NONFINITE_KINDS, Array
 from act_exporter.training import SIGNALS, Signal
-from act_exporter.updates import Update
 
 
 @dataclass(frozen=True, slots=True)

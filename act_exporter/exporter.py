@@ -15,6 +15,7 @@ import torch
 from prometheus_client import CollectorRegistry
 from torch import nn
 
+from act_exporter.changes import Update
 from act_exporter.collector import LayerPage, Training, TrainingCollector, constants, render_page
 from act_exporter.diagnosis import Diagnosis, Facts
 from act_exporter.exceptions import SettingError, StateError
@@ -32,7 +33,7 @@ from act_exporter.state import checked_windows
 from act_exporter.statistics import Column
 from act_exporter.steps import Steps
 from act_exporter.training import TrainingHistory
-from act_exporter.updates import Update, Updates
+from act_exporter.updates import Updates
 
 log = logging.getLogger(__name__)
 

@@ -20,8 +20,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from act_exporter.changes import learning_rate
 from act_exporter.graphs import capturing
-from act_exporter.updates import Updates, learning_rate
+from act_exporter.updates import Updates
 
 
 class Steps:

@@ -46,6 +46,8 @@ MODULES = (
     "diagnosis",
     "peaks",
     "updates",
+    "changes",
+    "matrices",
     "memory",
 )
 
@@ -162,7 +164,7 @@ ELSEWHERE = {
     "gradients.Scaler.is_enabled",
     "gradients.Scaler.scale",
     "gradients.Gradients._scan",  # at the start, and then once in a hundred steps
-    "updates.Updates._scan",  # likewise, once in ten looks
+    "matrices.Matrices.find",  # likewise, once in ten looks
     "norms.find_shards",
     "norms._holders",  # of a model that is spread over ranks
     "norms.Shards.norms",

@@ -18,13 +18,14 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.nn import functional as F
 
-from act_exporter import updates
+from act_exporter import matrices as sampled
+from act_exporter.changes import Update
 from act_exporter.exporter import Exporter
 from act_exporter.gradients import Which
 from act_exporter.history import Thresholds
 from act_exporter.layers import find_taps
 from act_exporter.steps import Steps
-from act_exporter.updates import Update, Updates
+from act_exporter.updates import Updates
 from tests.act_exporter.models import gpt, train
 from tests.act_exporter.test_gradients import in_two_processes
 from tests.act_exporter.test_probe import Device, Event, OnDevice
@@ -218,7 +219,7 @@ class TestValues:
     )
     def test_the_sample_is_of_all_columns_and_rows(self, shape: tuple[int, ...]) -> None:
         """A distance of whole rows would see one column for ever."""
-        taken = updates._sample(torch.empty(shape, dtype=torch.int8))
+        taken = sampled.sample(torch.empty(shape, dtype=torch.int8))
         stride, count, width = taken.stride(0), len(taken), shape[-1]
         places = torch.arange(count) * stride
         assert min(math.prod(shape), 350) <= count <= 1024
@@ -387,7 +388,7 @@ class TestDevice:
         monkeypatch.setattr(torch, "Event", Event)
         monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: "current stream")
         monkeypatch.setattr(Event, "passed", False)
-        monkeypatch.setattr(updates, "_PLAIN", (OnDevice,))
+        monkeypatch.setattr(sampled, "_PLAIN", (OnDevice,))
         numbers = [torch.ones(64, 64), torch.ones(3, 5)]
         with Device() as device:
             model = nn.Module()
@@ -436,7 +437,7 @@ class TestModel:
             assert exporter._training.update is None
             assert exporter._updates.series == 0
 
-    @pytest.mark.parametrize("name", ["_begin", "_end", "_take", "_send", "_copy", "_scan"])
+    @pytest.mark.parametrize("name", ["_begin", "_end", "_take", "_send", "_learn_matrices"])
     def test_survives_a_fault_of_ours(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         def fail(*_: object) -> None:
             raise ArithmeticError("broken")
