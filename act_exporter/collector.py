@@ -16,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from act_exporter.changes import Update
 from act_exporter.diagnosis import VERDICTS, Verdict
 from act_exporter.history import RULES, SERIOUS, Layers, Thresholds
 from act_exporter.journal import Journal
@@ -273,8 +274,9 @@ class Training:
             started, so that a run which hangs there is seen as well.
         generation: 0, and one more with each rollback.
         values: what is known of "loss", "grad_norm", "learning_rate" and "loss_scale".
-        signals: history of "loss" and "grad_norm", once there is one.
+        signals: history of "loss", "grad_norm" and "update_rms", once there is one.
         gradients: watched layer to the norm of its gradient.
+        update: the last one that was looked at.
         layers: all taps as of the last sampled step.
         verdict: the diagnosis in force.
         probe_seconds: spent on statistics, on the host.
@@ -289,6 +291,7 @@ class Training:
     values: dict[str, float] = field(default_factory=dict)
     signals: dict[str, Signal] = field(default_factory=dict)
     gradients: dict[str, float] = field(default_factory=dict)
+    update: Update | None = None
     layers: Layers | None = None
     verdict: Verdict | None = None
     probe_seconds: float = 0.0
@@ -304,6 +307,12 @@ _VALUE_HELP = {
     "grad_norm": "Norm of the gradient before clipping, at the last sampled step or as recorded.",
     "learning_rate": "Largest learning rate of the optimizer's groups at the last step.",
     "loss_scale": "Factor on the loss, taken out of the gradient norms again.",
+}
+
+_UPDATE_HELP = {
+    "update_ratio": "RMS of the weights' last update that was looked at, over that of the weights.",
+    "update_rms": "RMS of the weights' last update that was looked at, over the learning rate.",
+    "update_unchanged_ratio": "Share of weights with a gradient that it left unchanged, 0 to 1.",
 }
 
 
@@ -374,6 +383,7 @@ class TrainingCollector(Collector):
             "layer",
             now.gradients,
         )
+        yield from self._update(now.update)
         yield from self._judgements(now)
         yield from self._memory()
         yield self._gauge(
@@ -432,6 +442,23 @@ class TrainingCollector(Collector):
             f"act_{name}_nonfinite",
             f"Sampled steps in which act_{name} was NaN or infinite.",
             {"": signal.nonfinite if signal is not None else 0},
+        )
+
+    def _update(self, update: Update | None) -> Iterator[Metric]:
+        values = {} if update is None else update.values
+        for name, text in _UPDATE_HELP.items():
+            yield self._gauge(f"act_{name}", text, values.get(name))
+        yield self._gauges(
+            "act_layer_update_ratio",
+            "RMS of the last update of the layer's matrices over that of their weights.",
+            "layer",
+            {} if update is None else update.ratios,
+        )
+        yield self._gauges(
+            "act_layer_update_unchanged_ratio",
+            "Share of the layer's weights with a gradient that it left unchanged, 0 to 1.",
+            "layer",
+            {} if update is None else update.unchanged,
         )
 
     def _judgements(self, now: Training) -> Iterator[Metric]:

@@ -6,7 +6,8 @@
 - data: loss and gradient jumped for one batch, the layers hardly, and the next batches were calm.
 - parameters: nearly all layers became non-finite in one step: an update broke the weights the step
   before, and the first layer in order is no culprit.
-- resume: it began within a few steps of a restored state: what was loaded is not what was saved.
+- resume: it began within a few steps of a restored state: what was loaded is not what was saved. An
+  update of the weights that is too large is a sign of it while all else is calm.
 - loss: the loss alone; layers and gradients are calm (a loss function, labels, a head).
 
 A verdict is made when the fault begins, and stands until 100 sampled steps were clean: later, when
@@ -45,12 +46,14 @@ class Facts:
         nonfinite_share: of the tensors that ran, how many had a non-finite element, 0 to 1.
         loss: level of the loss; "calm" where it is not known.
         grad_norm: level of the gradient's norm; likewise.
+        update: level of the update's RMS over the learning rate; likewise.
     """
 
     bad: int
     nonfinite_share: float
     loss: Level
     grad_norm: Level
+    update: Level
 
 
 class Diagnosis:
@@ -72,7 +75,10 @@ class Diagnosis:
 
     def observe(self, facts: Facts) -> Verdict | None:
         """Take in a sampled step; the verdict in force after it."""
-        wrong = facts.bad > 0 or facts.loss != "calm" or facts.grad_norm != "calm"
+        # Later on, an update that is too large has its cause in one of the others.
+        resuming = self._since_resume < _RESUMED_STEPS
+        misled = resuming and facts.update != "calm"
+        wrong = facts.bad > 0 or facts.loss != "calm" or facts.grad_norm != "calm" or misled
         if wrong:
             # Whatever the first word was, bad layers are more than a number that jumped.
             if self.verdict is None or (facts.bad and self.verdict in ("data", "loss")):

@@ -15,6 +15,7 @@ import torch
 from prometheus_client import CollectorRegistry
 from torch import nn
 
+from act_exporter.changes import Update
 from act_exporter.collector import LayerPage, Training, TrainingCollector, constants, render_page
 from act_exporter.diagnosis import Diagnosis, Facts
 from act_exporter.exceptions import SettingError, StateError
@@ -32,10 +33,22 @@ from act_exporter.state import checked_windows
 from act_exporter.statistics import Column
 from act_exporter.steps import Steps
 from act_exporter.training import TrainingHistory
+from act_exporter.updates import Updates
 
 log = logging.getLogger(__name__)
 
-_STAGES = ("hook", "step", "record", "gradient", "ranks", "server", "scrape", "silent", "journal")
+_STAGES = (
+    "hook",
+    "step",
+    "record",
+    "gradient",
+    "update",
+    "ranks",
+    "server",
+    "scrape",
+    "silent",
+    "journal",
+)
 
 Reduce = Literal["rank", "global"]
 """Whether each rank has a page of its own, or rank 0 one for all."""
@@ -100,6 +113,9 @@ class Exporter:
         self._gradients = Gradients(
             model, taps, which=gradients, scaler=scaler, on_error=self._count_error
         )
+        self._updates = Updates(
+            model, taps, enabled=gradients is not False, on_error=self._count_error
+        )
         self._clock = clock
         self._history = History(taps, thresholds, clock)
         self._history.set_baseline(baseline or {})
@@ -113,20 +129,23 @@ class Exporter:
             on_stuck=self._sample_without_step,
             on_error=self._count_error,
         )
-        self._steps = Steps(model, self._finish_step, self._count_error)
+        self._steps = Steps(model, self._finish_step, self._count_error, self._updates)
         self._norms: deque[Norms] = deque()  # that wait for the sample of their step
+        self._changes: deque[Update] = deque()  # likewise
         self._judged = 0  # step of the newest sample that was judged
         self._journal = (
             None
             if journal is None or not self._speaks
             else Journal(journal, run=run, rank=rank, taps=taps, on_error=self._count_error)
         )
+        # Two families a layer are of updates.
+        series = self._page.series + self._gradients.series + 2 * self._updates.series
         self.registry.register(
             TrainingCollector(
                 labels,
                 lambda: self._training,
                 self._errors,
-                constants(thresholds, self._page.series + self._gradients.series),
+                constants(thresholds, series),
                 self._page.series_dropped,
                 lambda: self._scrape_seconds,
                 self._journal,
@@ -222,11 +241,13 @@ class Exporter:
         if self._ranks is not None:
             self._ranks.forget()
         self._gradients.forget()
+        self._updates.forget()
         self._norms.clear()
+        self._changes.clear()
         self._judged = 0
         self._history.reset()
         self._numbers.reset()
-        self._diagnosis.resumed()
+        self._resumed()
         self._standing = True
         self._onset = None
         self._note("rollback", to=generation)
@@ -235,6 +256,7 @@ class Exporter:
             generation=generation,
             signals={},
             gradients={},
+            update=None,
             layers=None,
             verdict=None,
         )
@@ -243,6 +265,7 @@ class Exporter:
         """Learn baselines and windows anew (another data mix, a new learning rate)."""
         self._history.rebaseline()
         self._numbers.rebaseline()
+        self._updates.look_often(learnt=False)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -254,6 +277,7 @@ class Exporter:
         finally:
             self._probe.paused = self._steps.paused = before
             self._gradients.drop()
+            self._updates.drop()
             self._overhead.pause()
 
     def state_dict(self) -> dict[str, Any]:
@@ -281,7 +305,7 @@ class Exporter:
         numbers = checked_windows(state.get("numbers", {}), self._numbers.state_dict())
         self._history.load_state_dict(state["history"])
         self._numbers.load_state_dict(numbers)
-        self._diagnosis.resumed()
+        self._resumed()
         self._steps.restart(state["step"])
         self._standing = True
         self._sampled = state["step"]
@@ -292,6 +316,7 @@ class Exporter:
         self._steps.close()
         self._probe.close()
         self._gradients.close()
+        self._updates.close()
         if self._ranks is not None:
             self._ranks.close()
         if self._journal is not None:
@@ -305,6 +330,10 @@ class Exporter:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _resumed(self) -> None:
+        self._diagnosis.resumed()
+        self._updates.look_often(learnt=self._numbers.is_learnt("update_rms"))
 
     def _finish_step(self, step: int) -> None:
         """The one place where data moves on: rows to history, history to the page."""
@@ -320,7 +349,7 @@ class Exporter:
             # Where only some steps are told of, those between have ended too.
             steps=before.steps + max(step - before.step, 0),
             finished_at=time.time(),
-            probe_seconds=self._probe.seconds + self._gradients.seconds,
+            probe_seconds=self._probe.seconds + self._gradients.seconds + self._updates.seconds,
             overhead=self._overhead.ratio(),
             sample_every=self._overhead.sample_every,
         )
@@ -329,6 +358,7 @@ class Exporter:
                 self._sampled = step
                 self._probe.take(step)
                 self._gradients.take(step)
+                self._updates.take(step)
             else:
                 self._probe.skip()
         except Exception as error:
@@ -344,7 +374,7 @@ class Exporter:
             )
         following = step + max(step - before.step, 1)
         sampling = self._overhead.samples(following - self._sampled)
-        self._probe.sampling = self._gradients.sampling = sampling
+        self._sample(sampling)
 
     def _sample_without_step(self) -> None:
         """Look at forwards that no optimizer's step has followed: they may be why."""
@@ -352,7 +382,11 @@ class Exporter:
             self._probe.take(self._training.step + 1)
             self._take_in()
         # The gradients are left alone: what a scaler skips is infinite by design.
-        self._probe.sampling = self._gradients.sampling = True
+        self._sample(True)
+
+    def _sample(self, sampling: bool) -> None:
+        """Whether the step under way is sampled."""
+        self._probe.sampling = self._gradients.sampling = self._updates.sampling = sampling
 
     def _take_in(self) -> None:
         """Judge the samples that have arrived from the devices."""
@@ -382,6 +416,11 @@ class Exporter:
                     values=self._training.values | values,
                     gradients=norms.layers,
                 )
+            self._changes += self._updates.arrived()
+            while self._changes and self._changes[0].step <= self._judged:
+                update = self._changes.popleft()
+                self._numbers.observe(update.step, update.values)
+                self._training = dataclasses.replace(self._training, update=update)
             for layers in judged:
                 self._diagnose(layers)
         except Exception as error:
@@ -400,6 +439,7 @@ class Exporter:
             nonfinite_share=layers.nonfinite_share,
             loss=self._numbers.level("loss"),
             grad_norm=self._numbers.level("grad_norm"),
+            update=self._numbers.level("update_rms"),
         )
         verdict = self._diagnosis.observe(facts)
         onset = layers.onset

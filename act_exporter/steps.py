@@ -20,7 +20,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from act_exporter.changes import learning_rate
 from act_exporter.graphs import capturing
+from act_exporter.updates import Updates
 
 
 class Steps:
@@ -30,6 +32,7 @@ class Steps:
         model: whose parameters make an optimizer one of this run's.
         on_step: called with the new step, in the training thread, when a step has ended.
         on_error: told of anything that went wrong while an optimizer was looked at.
+        updates: told when a step of one of the model's optimizers begins and ends, if it is given.
     """
 
     def __init__(
@@ -37,6 +40,7 @@ class Steps:
         model: nn.Module,
         on_step: Callable[[int], None],
         on_error: Callable[[str, Exception], None],
+        updates: Updates | None = None,
     ) -> None:
         self.explicit = False
         self.paused = False  # checkpoint code steps optimizers to make their state
@@ -44,6 +48,7 @@ class Steps:
         self._model = weakref.ref(model)
         self._on_step = on_step
         self._on_error = on_error
+        self._updates = updates
         self._start = 0
         # By identity: an optimizer may define equality and so have no hash.
         self._counts: dict[int, tuple[weakref.ref[Optimizer], int]] = {}
@@ -54,9 +59,7 @@ class Steps:
         # Kept out of a compiled optimizer step, or the history would be compiled too.
         disable: Any = torch.compiler.disable  # has no types
         self._handles = [
-            register_optimizer_step_pre_hook(
-                disable(lambda optimizer, *_: self._begun.add(id(optimizer)))
-            ),
+            register_optimizer_step_pre_hook(disable(self._began)),
             register_optimizer_step_post_hook(disable(self._stepped)),
         ]
 
@@ -76,6 +79,18 @@ class Steps:
         for handle in self._handles:
             handle.remove()
 
+    def _began(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        try:
+            self._begun.add(id(optimizer))
+            updates = self._updates
+            if updates is None or not updates.wanted or self.paused or capturing():
+                return
+            if self._owns(optimizer):
+                updates.begin(optimizer)
+        except Exception as error:
+            with contextlib.suppress(Exception):
+                self._on_error("step", error)
+
     def _stepped(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         try:
             if id(optimizer) not in self._begun:
@@ -83,6 +98,9 @@ class Steps:
             self._begun.discard(id(optimizer))
             if self.paused or capturing() or not self._owns(optimizer):
                 return
+            # Before the step's end, which hands it on.
+            if self._updates is not None:
+                self._updates.end(optimizer)
             self.learning_rate = _learning_rate(optimizer)
             if self.explicit:
                 return
@@ -114,15 +132,6 @@ class Steps:
 
 
 def _learning_rate(optimizer: Optimizer) -> float | None:
-    """The largest over the groups, of those that are numbers on the host.
-
-    None where there is none: reading one from a device would wait, and some optimizers (Adafactor
-    with relative steps) have none.
-    """
-    rates = [group.get("lr") for group in optimizer.param_groups]
-    numbers = [
-        float(rate)
-        for rate in rates
-        if isinstance(rate, int | float) or (isinstance(rate, torch.Tensor) and rate.is_cpu)
-    ]
-    return max(numbers, default=None)
+    """The largest over the groups, of those that are numbers on the host; None without any."""
+    rates = [learning_rate(group) for group in optimizer.param_groups]
+    return max((rate for rate in rates if rate is not None), default=None)

@@ -46,6 +46,9 @@ MODULES = (
     "training",
     "diagnosis",
     "peaks",
+    "updates",
+    "changes",
+    "matrices",
     "memory",
     "ranks",
 )
@@ -67,6 +70,8 @@ AT_START_OR_CLOSE = {
     "gradients.Gradients.series",
     "ranks.Ranks._compare",
     "ranks.Ranks.close",
+    "updates.Updates.close",
+    "updates.Updates.series",
     "exporter.Exporter.__enter__",
     "exporter.Exporter.__exit__",
     "exporter.Exporter.close",
@@ -102,6 +107,11 @@ FOR_THE_GUARD = {
     "baseline.Baseline.set",
     "gradients.Gradients.drop",
     "gradients.Gradients.forget",
+    "updates.Updates.drop",
+    "updates.Updates.forget",
+    "updates.Updates.look_often",
+    "exporter.Exporter._resumed",
+    "training.TrainingHistory.is_learnt",
     "window.Window.clear",
     "window.Window.restore",
     "window.Window.state",
@@ -131,6 +141,7 @@ BOUNDARIES = {
     "gradients._Trigger.__call__",
     "exporter.Exporter.record",
     "exporter.Exporter._render",  # raises again, in the thread of the scrape
+    "steps.Steps._began",
     "steps.Steps._stepped",
 }
 
@@ -140,6 +151,7 @@ REPORTERS = {
     "probe.Probe.failed",
     "gradients.Gradients.failed",
     "gradients._Trigger._tell",
+    "updates.Updates._failed",
     "exporter.Exporter._count_error",
     "exporter.Exporter._log",
     "ranks.Ranks._end",
@@ -158,6 +170,7 @@ ELSEWHERE = {
     "gradients.Scaler.is_enabled",
     "gradients.Scaler.scale",
     "gradients.Gradients._scan",  # at the start, and then once in a hundred steps
+    "matrices.Matrices.find",  # likewise, once in ten looks
     "norms.find_shards",
     "norms._holders",  # of a model that is spread over ranks
     "norms.Shards.norms",

@@ -18,9 +18,10 @@ class Run:
         nonfinite: float = 0.0,
         loss: Level = "calm",
         grad: Level = "calm",
+        update: Level = "calm",
         steps: int = 1,
     ) -> Verdict | None:
-        facts = Facts(bad=bad, nonfinite_share=nonfinite, loss=loss, grad_norm=grad)
+        facts = Facts(bad=bad, nonfinite_share=nonfinite, loss=loss, grad_norm=grad, update=update)
         for _ in range(steps):
             verdict = self.diagnosis.observe(facts)
         return verdict
@@ -80,6 +81,14 @@ def test_later_it_is_not() -> None:
     run.diagnosis.resumed()
     run.feed(steps=10)
     assert run.feed(bad=1) == "activation"
+
+
+def test_an_update_that_is_too_large_is_laid_to_a_restored_state_only() -> None:
+    run = Run()
+    assert run.feed(update="high", steps=5) is None
+    run.diagnosis.resumed()
+    assert run.feed(update="high") == "resume"
+    assert run.feed(steps=20) == "resume"
 
 
 def test_the_loss_alone() -> None:

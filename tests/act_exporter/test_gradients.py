@@ -324,7 +324,7 @@ class TestScale:
         assert watched.errors == []
 
 
-def _in_two_processes(rank: int, run: Callable[[], None], store: str) -> None:
+def in_two_processes(rank: int, run: Callable[[], None], store: str) -> None:
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(store, 2),
@@ -392,5 +392,5 @@ class TestRanks:
     @pytest.mark.parametrize("run", [_ddp, _fsdp])
     def test_share_one_norm(self, run: Callable[[], None], tmp_path: Path) -> None:
         mp.start_processes(
-            _in_two_processes, (run, str(tmp_path / "store")), nprocs=2, start_method="spawn"
+            in_two_processes, (run, str(tmp_path / "store")), nprocs=2, start_method="spawn"
         )

@@ -169,6 +169,23 @@ def test_gradients_that_are_not_finite_run_away_too() -> None:
     assert run.gradient(math.nan, steps=40) > 25
 
 
+def test_an_update_follows_a_gradient_and_is_high_without_one() -> None:
+    run = Run()
+
+    def update(rms: float, norm: float = 1.0) -> str:
+        run.gradient(norm)
+        run.history.observe(run.step, {"update_rms": rms})
+        return run.history.level("update_rms")
+
+    for step in range(60):
+        assert update(0.25 + 0.01 * math.sin(step)) == "calm"
+    assert update(0.56) == "high"
+    assert run.history.signals["update_rms"].peak_ratio == pytest.approx(2.24, abs=0.05)
+    assert update(0.56, norm=3.0) == "calm"
+    assert [update(0.4) for _ in range(9)] == ["calm"] * 9  # the rest of its momentum
+    assert update(0.56) == "high"
+
+
 def test_a_change_on_purpose_is_learnt_anew(run: Run) -> None:
     run.history.rebaseline()
     run.feed(9.0, steps=60)

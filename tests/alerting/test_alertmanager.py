@@ -53,6 +53,8 @@ RECEIVERS = {
     "ActGradientNonFinite": "people",
     "ActGradientExplosion": "people",
     "ActGradientVanishing": "people",
+    "ActUpdateSpike": "people",
+    "ActUpdatesLost": "people",
     "ActDiagnosis": "people",
     "ActExporterAbsent": "people",
     "ActHooksSilent": "people",

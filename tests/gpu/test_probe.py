@@ -62,6 +62,8 @@ def test_nothing_waits_in_a_run(model: GPT, request: pytest.FixtureRequest) -> N
         assert sum(exporter._errors.values()) == 0
         assert exporter._training.layers is not None
         assert exporter._training.layers.calls.min() >= 10
+        assert exporter._training.update is not None
+        assert exporter._training.update.values["update_rms"] > 0
 
 
 def test_numbers_are_those_of_the_tensor(model: GPT) -> None:
