@@ -7,7 +7,8 @@
 - parameters: nearly all layers became non-finite in one step: an update broke the weights the step
   before, and the first layer in order is no culprit.
 - resume: it began within a few steps of a restored state: what was loaded is not what was saved. An
-  update of the weights that is too large is a sign of it while all else is calm.
+  update of the weights that is too large, or another learning rate than the saved one, is a sign of
+  it while all else is calm.
 - loss: the loss alone; layers and gradients are calm (a loss function, labels, a head).
 
 A verdict is made when the fault begins, and stands until 100 sampled steps were clean: later, when
@@ -47,6 +48,7 @@ class Facts:
         loss: level of the loss; "calm" where it is not known.
         grad_norm: level of the gradient's norm; likewise.
         update: level of the update's RMS over the learning rate; likewise.
+        other_rate: whether the learning rate is not the one that was saved with a restored state.
     """
 
     bad: int
@@ -54,6 +56,7 @@ class Facts:
     loss: Level
     grad_norm: Level
     update: Level
+    other_rate: bool = False
 
 
 class Diagnosis:
@@ -77,7 +80,7 @@ class Diagnosis:
         """Take in a sampled step; the verdict in force after it."""
         # Later on, an update that is too large has its cause in one of the others.
         resuming = self._since_resume < _RESUMED_STEPS
-        misled = resuming and facts.update != "calm"
+        misled = resuming and (facts.update != "calm" or facts.other_rate)
         wrong = facts.bad > 0 or facts.loss != "calm" or facts.grad_norm != "calm" or misled
         if wrong:
             # Whatever the first word was, bad layers are more than a number that jumped.

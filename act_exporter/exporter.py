@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -49,6 +50,10 @@ _STAGES = (
     "silent",
     "journal",
 )
+
+# How far the learning rate may be from the one that was saved: from one step to the next schedules
+# change it by less, but for the first four steps of a warm-up and the one at which it is cut.
+_RATE_TOLERANCE = 0.2
 
 Reduce = Literal["rank", "global"]
 """Whether each rank has a page of its own, or rank 0 one for all."""
@@ -133,6 +138,8 @@ class Exporter:
         self._norms: deque[Norms] = deque()  # that wait for the sample of their step
         self._changes: deque[Update] = deque()  # likewise
         self._judged = 0  # step of the newest sample that was judged
+        self._saved_rate: float | None = None  # of a restored state, until a step has ended
+        self._other_rate = False  # whether that step was made with another one
         self._journal = (
             None
             if journal is None or not self._speaks
@@ -281,9 +288,11 @@ class Exporter:
             self._overhead.pause()
 
     def state_dict(self) -> dict[str, Any]:
-        """Step, baselines and windows: tensors, numbers and strings only."""
+        """Step, learning rate, baselines and windows: tensors, numbers and strings only."""
         self._take_in()
+        rate = self._steps.learning_rate
         return {
+            **({} if rate is None else {"learning_rate": rate}),
             "step": self._training.step,
             "history": self._history.state_dict(),
             "numbers": self._numbers.state_dict(),
@@ -295,16 +304,20 @@ class Exporter:
         Raises:
             StateError: not such a state; nothing was loaded.
         """
-        # Those of loss and gradient came after the first states that were saved.
-        known = {"step", "history"}, {"step", "history", "numbers"}
-        if not isinstance(state, dict) or set(state) not in known:
+        # The others came after the first states that were saved; no rate is known before a step.
+        needed, others = {"step", "history"}, {"numbers", "learning_rate"}
+        if not isinstance(state, dict) or set(state) - others != needed:
             raise StateError("exporter state: expected a dict with 'step' and 'history'")
+        rate = state.get("learning_rate")
+        if rate is not None and not (type(rate) is float and 0 <= rate < math.inf):
+            raise StateError(f"exporter state: learning rate {rate!r} cannot be")
         if type(state["step"]) is not int or state["step"] < 0:
             raise StateError(f"exporter state: step {state['step']!r} is no step")
         # Looked at before anything is taken over.
         numbers = checked_windows(state.get("numbers", {}), self._numbers.state_dict())
         self._history.load_state_dict(state["history"])
         self._numbers.load_state_dict(numbers)
+        self._saved_rate, self._other_rate = rate, False
         self._resumed()
         self._steps.restart(state["step"])
         self._standing = True
@@ -354,6 +367,7 @@ class Exporter:
             sample_every=self._overhead.sample_every,
         )
         try:
+            self._compare_rates()
             if self._probe.sampling:
                 self._sampled = step
                 self._probe.take(step)
@@ -440,7 +454,9 @@ class Exporter:
             loss=self._numbers.level("loss"),
             grad_norm=self._numbers.level("grad_norm"),
             update=self._numbers.level("update_rms"),
+            other_rate=self._other_rate,
         )
+        self._other_rate = False
         verdict = self._diagnosis.observe(facts)
         onset = layers.onset
         if onset is None and self._onset is not None:
@@ -459,6 +475,15 @@ class Exporter:
         self._training = dataclasses.replace(
             self._training, signals=self._numbers.signals, verdict=verdict
         )
+
+    def _compare_rates(self) -> None:
+        """The first step after a restored state has ended: is its learning rate the saved one?"""
+        saved, self._saved_rate = self._saved_rate, None
+        rate = self._steps.learning_rate
+        # A rate of 0, where a warm-up begins, is followed by any other.
+        if saved and rate is not None and not math.isclose(rate, saved, rel_tol=_RATE_TOLERANCE):
+            self._other_rate = True
+            log.warning("the learning rate is %g; with the restored state came %g", rate, saved)
 
     def _write(self, sample: Sample, layers: Layers) -> None:
         if self._journal is not None:

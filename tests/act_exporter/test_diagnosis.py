@@ -19,9 +19,17 @@ class Run:
         loss: Level = "calm",
         grad: Level = "calm",
         update: Level = "calm",
+        other_rate: bool = False,
         steps: int = 1,
     ) -> Verdict | None:
-        facts = Facts(bad=bad, nonfinite_share=nonfinite, loss=loss, grad_norm=grad, update=update)
+        facts = Facts(
+            bad=bad,
+            nonfinite_share=nonfinite,
+            loss=loss,
+            grad_norm=grad,
+            update=update,
+            other_rate=other_rate,
+        )
         for _ in range(steps):
             verdict = self.diagnosis.observe(facts)
         return verdict
@@ -86,6 +94,8 @@ def test_later_it_is_not() -> None:
 def test_an_update_that_is_too_large_is_laid_to_a_restored_state_only() -> None:
     run = Run()
     assert run.feed(update="high", steps=5) is None
+    run.diagnosis.resumed()
+    assert run.feed(other_rate=True) == "resume"
     run.diagnosis.resumed()
     assert run.feed(update="high") == "resume"
     assert run.feed(steps=20) == "resume"

@@ -443,7 +443,17 @@ class TestGuardsSide:
             baseline = value(exporter, "act_layer_absmax_baseline", layer="norm")
             assert value(other, "act_layer_absmax_baseline", layer="norm") == baseline
 
-    @pytest.mark.parametrize("state", [None, {}, {"step": -1, "history": {}}, {"step": 1}])
+    @pytest.mark.parametrize(
+        "state",
+        [
+            None,
+            {},
+            {"step": -1, "history": {}},
+            {"step": 1},
+            {"step": 1, "history": {}, "rate": 1.0},
+            {"step": 1, "history": {}, "learning_rate": math.nan},
+        ],
+    )
     def test_a_mangled_state_is_an_error(self, exporter: Exporter, state: object) -> None:
         with pytest.raises(StateError, match="exporter state"):
             exporter.load_state_dict(state)  # type: ignore[arg-type]
@@ -622,6 +632,23 @@ class TestJudgement:
         self.spoil(model, 1e4)
         train(model, 1)
         assert self.in_force(exporter) == ["resume"]
+
+    @pytest.mark.parametrize(
+        ("rate", "verdicts"), [(1e-3, []), (1.1e-3, []), (3e-3, ["resume"]), (1e-4, ["resume"])]
+    )
+    def test_a_learning_rate_that_is_not_the_saved_one_is_a_resume_fault(
+        self, rate: float, verdicts: list[str], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """A scheduler that was not saved, a configuration that changed meanwhile."""
+        before, after = gpt(), gpt()
+        with start_exporter(before, 0) as exporter:
+            train(before, 3, torch.optim.AdamW(before.parameters(), lr=1e-3))
+            state = exporter.state_dict()
+        with start_exporter(after, 0) as exporter:
+            exporter.load_state_dict(state)
+            train(after, 2, torch.optim.AdamW(after.parameters(), lr=rate))
+            assert self.in_force(exporter) == verdicts
+        assert ("with the restored state came 0.001" in caplog.text) == bool(verdicts)
 
     def test_a_gradient_that_runs_away_has_an_onset_for_the_guard(
         self, model: nn.Module, exporter: Exporter
