@@ -15,9 +15,7 @@ from urllib.parse import quote
 
 from alerting.control import Answer, Request
 from alerting.payload import Alert, Payload
-from alerting.phrases import LANGUAGES, PHRASES, SEVERITIES, TENSORS, VERDICTS, Language, summary_in
-
-__all__ = ["LANGUAGES", "Language", "Link", "Message", "fit", "neutral", "of_alerts"]
+from alerting.phrases import PHRASES, SEVERITIES, TENSORS, VERDICTS, Language, summary_in
 
 KEYWORD = "act-exporter"
 """Ends every message: a bot that asks for a keyword is given this one."""
@@ -235,6 +233,11 @@ def neutral(text: str) -> str:
     return text.translate(_MEANINGFUL)
 
 
+def is_link(url: str) -> bool:
+    """Whether an address can be linked in every format: http or https, and no odd characters."""
+    return len(url) <= MAX_URL_BYTES and _URL.fullmatch(url) is not None
+
+
 def _summary(language: Language, firing: list[Alert]) -> Iterable[str]:
     if not firing:
         yield _say(language, "resolved")
@@ -325,9 +328,7 @@ def _links(
     if dashboard_url is not None:
         urls["dashboard"] = dashboard_url.replace("{run}", quote(run, safe=""))
     return tuple(
-        Link(text=_say(language, key), url=url)
-        for key, url in urls.items()
-        if _URL.fullmatch(url) and len(url) <= MAX_URL_BYTES
+        Link(text=_say(language, key), url=url) for key, url in urls.items() if is_link(url)
     )
 
 

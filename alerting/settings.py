@@ -9,15 +9,20 @@ from __future__ import annotations
 import difflib
 import ipaddress
 import math
+import re
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import yaml
 
 from alerting.exceptions import ConfigError
+from alerting.message import is_link
+from alerting.notifiers import KINDS, Notifier
+from alerting.phrases import LANGUAGES, Language
 
 DEFAULT_LISTEN = "127.0.0.1:9464"
 """Loopback, and next to the trainers' 9460 and following."""
@@ -32,8 +37,29 @@ DEFAULT_ALERTS = (
 """The shipped rules that carry an `action` label."""
 DEFAULT_BACKUP_INTERVAL_SECONDS = 900.0
 """15 minutes: a backup of a large model takes minutes and terabytes; alerts repeat every 5."""
+DEFAULT_REPEAT_INTERVAL_SECONDS = 3600.0
+"""The 60 minutes of alertmanager.yml."""
 MAX_TOKEN_BYTES = 4096
 """A token file is one line; a larger one is the wrong file."""
+_TARGET_NAME = re.compile(r"[A-Za-z0-9_-]{1,40}")
+"""It is a metric's label value and a word on the command line."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """A group of people who are told.
+
+    Attributes:
+        name: unique among the targets.
+        kind: one of `notifiers.KINDS`.
+        language: of its messages.
+        notifier: sends them; alone holds the address and the secret.
+    """
+
+    name: str
+    kind: str
+    language: Language
+    notifier: Notifier = field(repr=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +74,9 @@ class Settings:
         token: the bearer token that Alertmanager must send; never shown.
         alerts: names of the alerts that may ask for an action.
         backup_interval_seconds: least time between two backups of one run.
+        notify: who gets messages.
+        dashboard_url: linked in messages; `{run}` in it stands for the run. None: no link.
+        repeat_interval_seconds: Alertmanager's `repeat_interval` for people.
     """
 
     host: str
@@ -57,6 +86,9 @@ class Settings:
     token: str = field(repr=False)
     alerts: frozenset[str]
     backup_interval_seconds: float
+    notify: tuple[Target, ...] = ()
+    dashboard_url: str | None = None
+    repeat_interval_seconds: float = DEFAULT_REPEAT_INTERVAL_SECONDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +111,11 @@ KEYS = (
     "token_file",
     "alerts",
     "backup_interval_seconds",
+    "notify",
+    "dashboard_url",
+    "repeat_interval_seconds",
 )
+TARGET_KEYS = ("kind", "name", "url_file", "secret_file", "language")
 
 
 def load_settings(config: Path | None, options: Mapping[str, Any]) -> Settings:
@@ -122,7 +158,28 @@ def load_settings(config: Path | None, options: Mapping[str, Any]) -> Settings:
         backup_interval_seconds=_seconds(
             default("backup_interval_seconds", DEFAULT_BACKUP_INTERVAL_SECONDS)
         ),
+        notify=_targets(default("notify", [])),
+        dashboard_url=_link(given["dashboard_url"]) if "dashboard_url" in given else None,
+        repeat_interval_seconds=_seconds(
+            default("repeat_interval_seconds", DEFAULT_REPEAT_INTERVAL_SECONDS)
+        ),
     )
+
+
+def load_targets(config: Path) -> tuple[Target, ...]:
+    """Read and check only who gets messages.
+
+    Args:
+        config: the YAML file.
+
+    Raises:
+        ConfigError: as `load_settings`, or nobody gets any.
+    """
+    given = _read_file(config)
+    targets = _targets(given["notify"]) if "notify" in given else ()
+    if not targets:
+        raise ConfigError(f"{config}: notify: lists nobody to send to.")
+    return targets
 
 
 def _read_file(path: Path) -> dict[str, _Given]:
@@ -139,11 +196,7 @@ def _read_file(path: Path) -> dict[str, _Given]:
         return {}
     if not isinstance(content, dict):
         raise ConfigError(f"The config {path} must hold keys and values, such as `runs: ../runs`.")
-    for key in content:
-        if key not in KEYS:
-            close = difflib.get_close_matches(str(key), KEYS, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(KEYS)}."
-            raise ConfigError(f"{path}: unknown key {key!r}; {hint}")
+    _check_keys(content, KEYS, str(path))
     base = path.absolute().parent
     # A key with nothing after it counts as left out, as its author would expect.
     return {
@@ -151,6 +204,14 @@ def _read_file(path: Path) -> dict[str, _Given]:
         for key, value in content.items()
         if value is not None
     }
+
+
+def _check_keys(content: Mapping[Any, Any], known: tuple[str, ...], where: str) -> None:
+    for key in content:
+        if key not in known:
+            close = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}."
+            raise ConfigError(f"{where}: unknown key {key!r}; {hint}")
 
 
 def _boolean(given: _Given) -> bool:
@@ -210,6 +271,79 @@ def _is_loopback(host: str) -> bool:
     except ValueError:
         # A name may resolve to anything, later too; this one is loopback by RFC 6761.
         return host == "localhost"
+
+
+def _link(given: _Given) -> str:
+    value = given.value
+    if not isinstance(value, str) or not is_link(value.replace("{run}", "run")):
+        raise given.error(
+            "must be an address such as https://grafana.example.com/d/act?var-run={run}, "
+            f"not {value!r}."
+        )
+    return value
+
+
+def _targets(given: _Given) -> tuple[Target, ...]:
+    if not isinstance(given.value, list):
+        raise given.error("must be a list, each entry with kind and url_file.")
+    targets: list[Target] = []
+    for number, entry in enumerate(given.value, start=1):
+        target = _target(_Given(entry, f"{given.where}: entry {number}", given.base))
+        if any(target.name == other.name for other in targets):
+            raise given.error(f"two entries have the name {target.name}; give one another `name`.")
+        targets.append(target)
+    return tuple(targets)
+
+
+def _target(given: _Given) -> Target:
+    entry = given.value
+    if not isinstance(entry, dict):
+        raise given.error("must have keys and values, such as `kind: feishu`.")
+    _check_keys(entry, TARGET_KEYS, given.where)
+
+    def part(key: str, default: Any = None) -> _Given:
+        value = entry.get(key)
+        return _Given(default if value is None else value, f"{given.where}: {key}", given.base)
+
+    kind = part("kind")
+    if kind.value not in list(KINDS):  # not the dict itself: a YAML list has no hash
+        raise kind.error(f"must be one of {', '.join(KINDS)}, not {kind.value!r}.")
+    name = part("name", kind.value)
+    if not isinstance(name.value, str) or not _TARGET_NAME.fullmatch(name.value):
+        raise name.error(
+            f"must be a word of up to 40 letters, digits, - and _, not {name.value!r}."
+        )
+    language = part("language", "en")
+    if language.value not in LANGUAGES:
+        raise language.error(f"must be one of {', '.join(LANGUAGES)}, not {language.value!r}.")
+    url_file, secret_file = part("url_file"), part("secret_file")
+    if url_file.value is None:
+        raise given.error("url_file is missing: the file that holds the bot's address.")
+    url = _token(url_file)
+    if kind.value != "apprise":
+        _check_url(url, url_file)
+    secret = None if secret_file.value is None else _token(secret_file)
+    try:
+        notifier = KINDS[kind.value](url, secret)
+    except ConfigError as error:
+        raise url_file.error(str(error)) from None
+    except ValueError as error:
+        raise secret_file.error(str(error)) from None
+    return Target(name=name.value, kind=kind.value, language=language.value, notifier=notifier)
+
+
+def _check_url(url: str, given: _Given) -> None:
+    # Nothing of the file may be shown: the address is the key to the group.
+    try:
+        parts = urlsplit(url)
+        host = parts.hostname or ""
+        parts.port  # noqa: B018  (raises where it is no number)
+    except ValueError:
+        raise given.error("the file holds no address such as https://HOST/PATH.") from None
+    if parts.scheme not in ("http", "https") or not host:
+        raise given.error("the file holds no address such as https://HOST/PATH.")
+    if parts.scheme == "http" and not _is_loopback(host):
+        raise given.error("the address in the file must be https: it is a secret itself.")
 
 
 def _token(given: _Given) -> str:
