@@ -169,7 +169,8 @@ def _serve(settings: Settings) -> None:
     # Before the database: a second receiver started by mistake fails at the port, its first clash.
     listener = _listen(settings.host, settings.port)
     with listener:
-        store = Store(settings.database)
+        targets = tuple(target.name for target in settings.notify)
+        store = Store(settings.database, targets, settings.repeat_interval_seconds)
         try:
             app = create_app(settings, store, registry=CollectorRegistry())
             server = uvicorn.Server(

@@ -27,8 +27,9 @@ SECRET = "SECabc"
 class Bot:
     """A server on loopback; `answers` are given first, each once, then its own judgement.
 
-    An answer is (status, headers, body); the body "hang" says nothing until the bot is closed, and
-    "cut" hangs up. `posts` has what came, `taken` what it said yes to.
+    An answer is (status, headers, body); the body "hang" says nothing until the bot is closed and
+    then hangs up, "late" says yes then, and "cut" hangs up at once. `posts` has what came, `taken`
+    what it said yes to.
     """
 
     answers: list[tuple[int, dict[str, str], bytes | str]] = field(default_factory=list)
@@ -68,8 +69,10 @@ class Bot:
                     if status == 200 and not any(verdict.get(k) for k in ("code", "errcode")):
                         bot.taken.append(json.loads(body))
                 bot.posts.append(post | {"body": json.loads(body)})
-                if said == "hang":
+                if said in ("hang", "late"):
                     bot.closed.wait(60)
+                if said == "late":
+                    said = b""
                 if isinstance(said, str):
                     self.close_connection = True
                     return
