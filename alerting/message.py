@@ -23,6 +23,8 @@ MAX_LINE_BYTES = 600
 """One line of a message: a summary with two module names is under 300."""
 MAX_NAME_BYTES = 120
 """A run's or alert's name in a title, of which phones show about this much."""
+MAX_DIAGNOSES = 3
+"""The trainer has one verdict at a time; of several ranks or within the hold there may be two."""
 MAX_URL_BYTES = 500
 """A longer address is left out whole: one that was cut leads nowhere."""
 _SHORTER_BYTES = (300, 150, 80, 40)
@@ -160,7 +162,7 @@ def of_answer(
     return Message(
         language=language,
         title=_say(language, f"{result}_{request.action}", **known),
-        summary=tuple(_say(language, key, **known) for key in keys),
+        summary=tuple(_line(_say(language, key, **known)) for key in keys),
         links=_links(language, [], request.run, dashboard_url),
     )
 
@@ -218,7 +220,7 @@ def fit(message: Message, render: Callable[[Message], str], limit: int) -> str:
                 summary=tuple(_clip(line, size) for line in message.summary),
                 items=(),
                 left_out=message.left_out + len(message.items),
-                links=message.links if size == _SHORTER_BYTES[0] else (),
+                links=() if size == _SHORTER_BYTES[-1] else message.links,
             )
         )
     return best
@@ -242,10 +244,10 @@ def _summary(language: Language, firing: list[Alert]) -> Iterable[str]:
     if not firing:
         yield _say(language, "resolved")
         return
-    for alert in firing:
-        if verdict := alert.labels.get("verdict"):
-            text = VERDICTS[language].get(verdict, _clean(verdict))
-            yield _line(_say(language, "diagnosis", text=text))
+    verdicts = dict.fromkeys(filter(None, (alert.labels.get("verdict") for alert in firing)))
+    for verdict in list(verdicts)[:MAX_DIAGNOSES]:
+        text = VERDICTS[language].get(verdict, _clean(verdict))
+        yield _line(_say(language, "diagnosis", text=text))
     if onset := _onset(firing):
         tensor = TENSORS[language].get(onset["tensor"], onset["tensor"])
         yield _line(_say(language, "first_bad", **(onset | {"tensor": tensor})))

@@ -87,7 +87,7 @@ def news_of_group(payload: Payload, content: str, at: float) -> News:
         for alert in payload.alerts
     )
     text = json.dumps([payload.group_key, payload.status, alerts])
-    key = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+    key = hashlib.sha256(text.encode()).hexdigest()
     return News(kind="alerts", key=key, content=content, at=at)
 
 
@@ -101,12 +101,16 @@ def news_of_answer(
 ) -> News:
     """What became of a request as news; see `message.of_answer`.
 
-    Alertmanager repeats what asks for something every 5 minutes, and a healthy trainer refuses
-    each time: equal refusals are one. Each other end is told.
+    Alertmanager repeats what asks for something every 5 minutes. A healthy trainer refuses each
+    time, and one that is not well makes a backup each quarter of an hour: equal refusals are one,
+    and so are backups of one incident. Each other end is told.
     """
     key = f"request {request.id}"
+    incident = f"{request.action} {request.generation} {request.run}"
     if answer is not None and answer.result == "refused":
-        key = f"refused {request.action} {request.generation} {request.run} {answer.detail}"
+        key = f"refused {incident} {answer.detail}"
+    elif answer is not None and answer.result == "done" and request.action == "checkpoint":
+        key = f"done {incident}"
     content = {
         "request": dataclasses.asdict(request),
         "answer": dataclasses.asdict(answer) if answer is not None else None,

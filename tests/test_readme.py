@@ -82,7 +82,7 @@ def test_the_queries_are_valid(tmp_path: Path) -> None:
 
 def test_from_nothing_to_a_signed_message(tmp_path: Path) -> None:
     """The commands of the section, with a bot on this machine that checks the signature."""
-    chapter = README.split("### Feishu, DingTalk, WeCom")[1].split("**Grafana.**")[0]
+    chapter = section("In your monitoring").split("### Feishu, DingTalk, WeCom")[1]
     prepare, send = re.findall(r"```sh\n(.*?)```", chapter, re.DOTALL)
     path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
 

@@ -8,10 +8,12 @@ import ssl
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import requests
+import urllib3
 
 from alerting.exceptions import NotSentError
 
@@ -67,13 +69,15 @@ def post(url: str, body: str, headers: Mapping[str, str] | None = None) -> Reply
                 allow_redirects=False,
                 stream=True,
                 verify=_system_authorities(),
+                # None would let an entry of ~/.netrc replace our own token.
+                auth=lambda request: request,
             )
             return Reply(
                 status=response.status_code,
                 body=_read(response),
                 retry_after=response.headers.get("Retry-After", ""),
             )
-    except (requests.RequestException, OSError, ValueError) as error:
+    except (requests.RequestException, urllib3.exceptions.HTTPError, ValueError) as error:
         # The exceptions' own texts have the address in them.
         sentence = _unreached(error)
     # Outside of `except`, so that the error has no context that a traceback would print.
@@ -185,20 +189,26 @@ def _read(response: requests.Response) -> bytes:
 
 
 def _system_authorities() -> str | bool:
-    # requests would take a bundle of its own, which lacks the CA of a company's proxy.
-    paths = ssl.get_default_verify_paths()
-    return paths.cafile or paths.capath or True
+    # requests would take a bundle of its own, which lacks the CA of a company's proxy. It is what
+    # is left where the system has none.
+    paths = ssl.get_default_verify_paths()  # of a file or folder that is not there, None
+    for place in (paths.cafile, paths.capath):
+        if place and (Path(place).is_file() or any(Path(place).iterdir())):
+            return place
+    return True
 
 
 def _unreached(error: Exception) -> str:
     if isinstance(error, requests.ConnectTimeout):
         return f"no connection within {CONNECT_SECONDS:g} s"
-    if isinstance(error, requests.Timeout):
+    if isinstance(error, requests.Timeout | urllib3.exceptions.ReadTimeoutError):
         return f"no answer within {READ_SECONDS:g} s"
     if isinstance(error, requests.exceptions.SSLError):
         return "its TLS certificate is not one that this system trusts"
     if isinstance(error, requests.exceptions.ProxyError):
         return "the proxy does not let it through; see the variable HTTPS_PROXY"
+    if isinstance(error, urllib3.exceptions.HTTPError):
+        return "the answer broke off"
     if isinstance(error, requests.ConnectionError):
         return "no connection: the name is unknown, nobody listens, or it hung up"
     return f"no answer that is HTTP ({type(error).__name__})"

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import hmac
 import json
+import ssl
 import threading
 import time
 from collections.abc import Iterator
@@ -38,11 +39,12 @@ class Bot:
     keyword: str = ""
     port: int = 0
     hook: str = f"/hook/{KEY}"
+    tls: ssl.SSLContext | None = None
     closed: threading.Event = field(default_factory=threading.Event)
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}{self.hook}"
+        return f"http{'s' if self.tls else ''}://127.0.0.1:{self.port}{self.hook}"
 
     def judge(self, target: str, body: bytes, headers: Any) -> dict[str, Any]:
         return {}
@@ -87,6 +89,9 @@ class Bot:
 
         with ThreadingHTTPServer(("127.0.0.1", self.port), Handler) as server:
             server.daemon_threads = True
+            server.handle_error = lambda *_: None  # type: ignore[method-assign]
+            if self.tls is not None:
+                server.socket = self.tls.wrap_socket(server.socket, server_side=True)
             self.port = server.server_port
             thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
             thread.start()

@@ -163,6 +163,13 @@ class TestOnce:
         done = [news_of_answer(_replace(REQUEST, id=i), ANSWER, 100.0) for i in ("1-c", "1-d")]
         assert self.ids(office, refused("1-a"), refused("1-b"), *done) == [1, 1, 2, 3]
 
+    def test_backups_of_one_incident_are_one(self, office: Office) -> None:
+        def made(identifier: str, generation: int = 0) -> News:
+            request = _replace(REQUEST, id=identifier, action="checkpoint", generation=generation)
+            return news_of_answer(request, _replace(ANSWER, action="checkpoint"), 100.0)
+
+        assert self.ids(office, made("1-a"), made("1-b"), made("1-c", 1)) == [1, 1, 2]
+
 
 class TestSending:
     def test_alerts_and_outcomes_reach_every_target_once(self, tmp_path: Path) -> None:

@@ -6,10 +6,13 @@ import contextlib
 import json
 import logging
 import socket
+import ssl
+import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -99,6 +102,27 @@ class TestEveryKind:
             notifier.send(hundreds("en", name='<"\\' * 90))
             assert len(bot.taken) == 1
 
+    @pytest.mark.parametrize("kind", PAIRS)
+    @pytest.mark.parametrize("character", ["<", '"', "\\", "层", "😀", "a"])
+    def test_the_longest_labels_of_the_worst_characters_fit(
+        self, kind: str, character: str
+    ) -> None:
+        long = character * 4096
+        alerts = [
+            alert(
+                f"Act{long[:4000]}", run=long, layer=long, tensor=long, verdict=f"{n}{long[:4000]}"
+            )
+            for n in range(40)
+        ]
+        for one in alerts:
+            one["annotations"] = {"summary": long, "worst_layers": long, "description": long}
+        message = of_alerts(parse(text(*alerts, groupLabels={"run": long})), "en")
+        with talking(kind) as (notifier, bot):
+            notifier.send(message)
+            (seen,) = bot.texts()
+            # The webhook's 64 KiB have room for all of them.
+            assert kind == "webhook" or "more alerts are left out" in seen
+
     @pytest.mark.parametrize("kind", BOTS)
     @pytest.mark.parametrize("attack", ['<at user_id="all">x</at>', "<@all>", "@all", "[a](b)"])
     def test_no_label_mentions_everybody(self, kind: str, attack: str) -> None:
@@ -148,6 +172,51 @@ class TestEveryKind:
                 with pytest.raises(NotSentError, match=sentence) as caught:
                     notifier.send(TEST)
                 assert caught.value.retry
+
+    def test_an_answer_that_breaks_off_can_be_tried_again(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        short: list[Any] = [(200, {"Content-Length": "1000", "Connection": "close"}, b'{"code"')]
+        monkeypatch.setattr(alerting.notifiers.http, "READ_SECONDS", 0.5)
+        with talking("feishu", answers=short) as (notifier, _bot):
+            with pytest.raises(NotSentError, match=r"broke off|no answer|without") as caught:
+                notifier.send(TEST)
+            assert caught.value.retry
+
+    @pytest.mark.parametrize("kind", PAIRS)
+    def test_a_certificate_that_the_system_does_not_know_is_refused_and_one_that_it_does_is_not(
+        self, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+        subprocess.run(
+            [
+                *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1"),
+                *("-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"),
+                *("-keyout", key, "-out", certificate),
+            ],
+            check=True,
+            capture_output=True,
+        )
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate, key)
+        with talking(kind, tls=context) as (notifier, bot):
+            assert bot.url.startswith("https://")
+            with pytest.raises(NotSentError, match="not one that this system trusts"):
+                notifier.send(TEST)
+            assert bot.posts == []
+            # OpenSSL's own name for the system's file.
+            monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+            notifier.send(TEST)
+            assert len(bot.taken) == 1
+
+    def test_netrc_does_not_replace_the_token(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "netrc").write_text("machine 127.0.0.1 login a password b")
+        monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+        with talking("webhook") as (notifier, bot):
+            notifier.send(TEST)
+            assert len(bot.taken) == 1
 
     @pytest.mark.parametrize("kind", PAIRS)
     def test_nobody_there(self, kind: str) -> None:
