@@ -263,6 +263,7 @@ def _summary(language: Language, firing: list[Alert]) -> Iterable[str]:
     yield _say(language, asked[0] if asked else "nothing")
     # The rules' descriptions are English; what one with an action says is said already.
     description = _clean(firing[0].annotations.get("description", ""))
+    description = description.removesuffix("Nothing is done automatically.").rstrip()
     if language == "en" and not asked and description:
         yield _line(description)
 
