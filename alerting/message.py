@@ -312,7 +312,7 @@ def _item_over(language: Language, alert: Alert) -> str:
     where = (labels.get(name, "") for name in ("layer", "tensor", "verdict", "instance"))
     name = _clip(_clean(labels.get("alertname", "")), MAX_NAME_BYTES)
     where_text = _clean(" ".join(part for part in where if part))
-    return _line(_say(language, "item_over", alertname=name, where=where_text)).rstrip()
+    return _line(_say(language, "item_over", alertname=name, where=where_text))
 
 
 def _what(language: Language, payload: Payload, run: str) -> str:
@@ -350,7 +350,8 @@ def _clean(text: str) -> str:
 
 
 def _line(text: str) -> str:
-    return _clip(text, MAX_LINE_BYTES)
+    # What is missing leaves no gap.
+    return _clip(" ".join(text.split()), MAX_LINE_BYTES)
 
 
 def _clip(text: str, size: int) -> str:

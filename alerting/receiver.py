@@ -114,6 +114,7 @@ def create_app(
         except StoreError as error:
             log.error("A notification could not be recorded: %s", error)  # noqa: TRY400
             return answer(503, {"detail": "The notification could not be recorded; try again."})
+        # People's copy of the same alerts is not counted a second time.
         if name == "delivery":
             for alert in payload.alerts:
                 metrics.alerts.labels(alert.status).inc()

@@ -5,14 +5,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+from datetime import UTC
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from alerting.control import Answer, Request
 from alerting.message import KEYWORD, Message, fit, neutral, of_alerts, of_answer, of_test
-from alerting.payload import parse
-from alerting.phrases import LANGUAGES, PHRASES, VERDICTS
+from alerting.notifiers.dingtalk import _render as dingtalk_format
+from alerting.notifiers.wecom import _render as wecom_format
+from alerting.outbox import news_of_group
+from alerting.payload import PayloadError, parse
+from alerting.phrases import ALERTS_ZH, LANGUAGES, PHRASES, VERDICTS
 from tests.alerting.deliveries import text
 from tests.alerting.test_alertmanager import RECEIVERS, labels_of, seen_firing
 
@@ -265,3 +271,57 @@ def test_both_languages_say_the_same_things() -> None:
 
 def _answer(**fields: Any) -> Answer:
     return dataclasses.replace(ANSWER, **fields)
+
+
+TEXTS = st.text(max_size=60) | st.sampled_from(
+    [
+        "It began at step 5 in a (b).",
+        "First was a (b) at step 5.",
+        "reached 1.5 times",
+        "<@all>",
+        "{x}",
+    ]
+)
+ALERTS = st.fixed_dictionaries(
+    {
+        "status": st.sampled_from(["firing", "resolved"]),
+        "labels": st.dictionaries(
+            st.sampled_from(
+                ["alertname", "run", "layer", "tensor", "verdict", "severity", "action", "x"]
+            ),
+            TEXTS | st.sampled_from(sorted(ALERTS_ZH)),
+        ),
+    },
+    optional={
+        "annotations": st.dictionaries(
+            st.sampled_from(["summary", "description", "worst_layers", "runbook_url"]), TEXTS
+        ),
+        "startsAt": st.datetimes(timezones=st.just(UTC)).map(lambda at: at.isoformat()),
+    },
+)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # two cores
+@given(
+    alerts=st.lists(ALERTS, max_size=8),
+    labels=st.dictionaries(st.sampled_from(["run", "alertname"]), TEXTS),
+    truncated=st.integers(0, 10**9),
+    language=st.sampled_from(LANGUAGES),
+)
+def test_whatever_is_accepted_has_a_message_of_clean_lines_in_every_format(
+    alerts: list[Any], labels: dict[str, str], truncated: int, language: Any
+) -> None:
+    body = text(*alerts, groupLabels=labels, commonLabels=labels, truncatedAlerts=truncated)
+    try:
+        payload = parse(body)
+    except PayloadError:
+        return
+    news_of_group(payload, body, 1.0)
+    message = of_alerts(payload, language, "https://a.example/{run}")
+    for line in (message.title, *message.lines()):
+        assert " ".join(line.split()) == line
+    for render in (Message.plain, wecom_format, dingtalk_format):
+        for limit in (1024, 4096):
+            shown = fit(message, render, limit)
+            assert len(shown.encode()) <= limit
+            assert not any(opening in shown for opening in ("<at", "<@")) or render is Message.plain
