@@ -210,16 +210,17 @@ def render_receiver(
     notify: Sequence[dict[str, str]] = (),
 ) -> dict[str, Any]:
     """The shipped receiver.yml for these ports, paths and people."""
-    shipped = _shipped("alerting/receiver.yml")
-    return {
-        **shipped,
-        "notify": list(notify),
-        "repeat_interval_seconds": shipped["repeat_interval_seconds"] / SPEEDUP,
+    config = {
+        **_shipped("alerting/receiver.yml"),
         "listen": f"127.0.0.1:{ports['receiver']}",
         "token_file": str(token),
         "runs": str(runs),
         "database": str(database),
     }
+    if notify:
+        config["notify"] = list(notify)
+        config["repeat_interval_seconds"] /= SPEEDUP
+    return config
 
 
 def _shipped(path: str) -> dict[str, Any]:
