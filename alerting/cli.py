@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
     import typer
 
-    from alerting.settings import Settings, Target
+    from alerting.settings import Settings
+    from alerting.targets import Target
 
 log = logging.getLogger(__name__)
 

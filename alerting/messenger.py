@@ -14,8 +14,9 @@ from collections.abc import Callable
 from alerting.exceptions import NotSentError
 from alerting.metrics import Metrics
 from alerting.outbox import Outbox, Result, Sending, compose
-from alerting.settings import Settings, Target
+from alerting.settings import Settings
 from alerting.store import StoreError
+from alerting.targets import Target
 
 log = logging.getLogger(__name__)
 

@@ -17,9 +17,10 @@ from typing import Literal
 
 from alerting.control import Answer, Request
 from alerting.database import Database
-from alerting.message import Message, of_alerts, of_answer, of_unreadable
+from alerting.message import of_alerts, of_answer, of_unreadable
 from alerting.payload import Payload, PayloadError, parse
 from alerting.phrases import Language
+from alerting.text import Message
 
 SCHEMA = """
 CREATE TABLE messages (

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from alerting.message import Message
 from alerting.notifiers.apprise import Apprise
 from alerting.notifiers.bucket import TokenBucket
 from alerting.notifiers.dingtalk import DingTalk
 from alerting.notifiers.feishu import Feishu
 from alerting.notifiers.webhook import Webhook
 from alerting.notifiers.wecom import WeCom
+from alerting.text import Message
 
 __all__ = ["KINDS", "Notifier"]
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 
 from alerting.exceptions import ConfigError, NotSentError
-from alerting.message import Message, fit, neutral
 from alerting.notifiers.bucket import TokenBucket
+from alerting.text import Message, fit, neutral
 
 MAX_TEXT_BYTES = 2_000
 """Discord's limit is 2,000 characters; Apprise would cut a longer text without saying so."""

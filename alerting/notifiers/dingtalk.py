@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable
 from urllib.parse import quote
 
-from alerting.message import KEYWORD, Message, fit, neutral
 from alerting.notifiers.bucket import TokenBucket
 from alerting.notifiers.http import Fault, Reply, judge, post
+from alerting.text import KEYWORD, Message, fit, neutral
 
 MAX_BODY_BYTES = 20_000
 """The robot's limit for a body."""

@@ -9,9 +9,9 @@ import json
 import time
 from collections.abc import Callable
 
-from alerting.message import KEYWORD, Message, fit, neutral
 from alerting.notifiers.bucket import TokenBucket
 from alerting.notifiers.http import RATE_SECONDS, Fault, judge, post
+from alerting.text import KEYWORD, Message, fit, neutral
 
 MAX_BODY_BYTES = 20_000
 """The bot takes bodies of 20 KB; of the two readings of that word the smaller."""

@@ -11,9 +11,9 @@ from __future__ import annotations
 import dataclasses
 import json
 
-from alerting.message import Message, fit
 from alerting.notifiers.bucket import TokenBucket
 from alerting.notifiers.http import judge_status, post
+from alerting.text import Message, fit
 
 MAX_BODY_BYTES = 65_536
 """Takes a hundred alerts, and passes through the usual proxies and queues."""

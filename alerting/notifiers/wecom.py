@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 
-from alerting.message import KEYWORD, Message, fit, neutral
 from alerting.notifiers.bucket import TokenBucket
 from alerting.notifiers.http import RATE_SECONDS, Fault, judge, post
+from alerting.text import KEYWORD, Message, fit, neutral
 
 MAX_CONTENT_BYTES = 4096
 """The robot's limit for markdown; its plain text may have half of that."""

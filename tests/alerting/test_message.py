@@ -13,12 +13,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from alerting.control import Answer, Request
-from alerting.message import KEYWORD, Message, fit, neutral, of_alerts, of_answer, of_test
+from alerting.message import of_alerts, of_answer, of_test
 from alerting.notifiers.dingtalk import _render as dingtalk_format
 from alerting.notifiers.wecom import _render as wecom_format
 from alerting.outbox import news_of_group
 from alerting.payload import PayloadError, parse
 from alerting.phrases import ALERTS_ZH, LANGUAGES, PHRASES, VERDICTS
+from alerting.text import KEYWORD, Message, fit, neutral
 from tests.alerting.deliveries import text
 from tests.alerting.test_alertmanager import RECEIVERS, labels_of, seen_firing
 

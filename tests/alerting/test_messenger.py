@@ -25,8 +25,9 @@ from alerting.notifiers import KINDS
 from alerting.notifiers.bucket import TokenBucket
 from alerting.outbox import News, news_of_answer, news_of_group
 from alerting.payload import parse
-from alerting.settings import Settings, Target
+from alerting.settings import Settings
 from alerting.store import SCHEMAS, Store
+from alerting.targets import Target
 from deploy.demo.servers import wait_for
 from tests.alerting.bots import Bot, Endpoint, FeishuBot
 from tests.alerting.deliveries import alert, text

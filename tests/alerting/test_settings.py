@@ -15,10 +15,10 @@ from alerting.settings import (
     DEFAULT_LISTEN,
     DEFAULT_REPEAT_INTERVAL_SECONDS,
     KEYS,
-    TARGET_KEYS,
     load_settings,
     load_targets,
 )
+from alerting.targets import TARGET_KEYS
 from deploy.demo.servers import REPOSITORY
 
 SHIPPED = REPOSITORY / "alerting" / "receiver.yml"

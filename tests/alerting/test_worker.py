@@ -18,8 +18,9 @@ from prometheus_client import CollectorRegistry
 from alerting.control import Answer, ControlDirectory, Request
 from alerting.metrics import Metrics
 from alerting.notifiers.webhook import Webhook
-from alerting.settings import Settings, Target
+from alerting.settings import Settings
 from alerting.store import Intent, Store
+from alerting.targets import Target
 from alerting.worker import LOST_AFTER_SECONDS, Worker
 from deploy.demo.servers import wait_for
 from tests.alerting.deliveries import RUN, alert, register, status, text

@@ -19,7 +19,7 @@ import pytest
 
 import alerting.notifiers.http
 from alerting.exceptions import ConfigError, NotSentError
-from alerting.message import Message, of_alerts, of_test
+from alerting.message import of_alerts, of_test
 from alerting.notifiers import KINDS, Notifier
 from alerting.notifiers.apprise import Apprise
 from alerting.notifiers.bucket import TokenBucket
@@ -30,6 +30,7 @@ from alerting.notifiers.feishu import sign as sign_feishu
 from alerting.notifiers.webhook import Webhook
 from alerting.notifiers.wecom import WeCom
 from alerting.payload import parse
+from alerting.text import Message
 from tests.alerting.bots import KEY, SECRET, Bot, DingTalkBot, Endpoint, FeishuBot, WeComBot
 from tests.alerting.deliveries import alert, text
 
