@@ -224,6 +224,20 @@ class TestKilled:
                 )
             assert (len(bot.posts), len(bot.taken)) == (2, 1)
 
+    def test_ended_in_order_while_a_bot_hangs(self, tmp_path: Path) -> None:
+        with FeishuBot(answers=[(200, {}, "hang")]).serving() as bot:
+            with receiving(tmp_path, feishu=bot) as first:
+                tell(first)
+                wait_for(lambda: bot.posts, "the message to be under way")
+                assert first.server.process is not None
+                first.server.process.terminate()
+                assert first.server.process.wait(30) == 0
+                log = first.server.log.read_text()
+                assert log.rstrip().endswith("Ended.")
+                assert "Traceback" not in log
+            with receiving(tmp_path, feishu=bot):
+                wait_for_messages(bot, 1)
+
     def test_between_two_attempts(self, tmp_path: Path) -> None:
         with FeishuBot(answers=[(503, {}, b"")]).serving() as bot:
             with receiving(tmp_path, feishu=bot) as first:
