@@ -1,6 +1,7 @@
 """`act-alerting`: the receiver's command line, the one place that reads the environment.
 
-Exit codes: 0 after a clean end, 1 when the port is in use, 2 when a setting is wrong. typer and the
+Exit codes: 0 after a clean end, 1 when the port is in use or a test message was not taken, 2 when a
+setting is wrong. typer and the
 server are imported when used: without the extra `alerting` this says how to get them.
 """
 
@@ -16,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from alerting.exceptions import ConfigError
+from alerting.exceptions import ConfigError, NotSentError
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     import typer
 
     from alerting.settings import Settings
+    from alerting.targets import Target
 
 log = logging.getLogger(__name__)
 
@@ -48,10 +50,21 @@ act-alerting serve --runs runs --database db.sqlite \\
 The config file holds the same keys and more, each with its reason: see alerting/receiver.yml.
 What is given here wins over the file. ACT_LOG_LEVEL is DEBUG, INFO (default), WARNING or ERROR."""
 
+SEND_TEST_HELP = """Send one test message to each target of `notify:`, and print what came back.
+
+Exit code 0 only if all of them took it.
+
+Example:
+
+```
+(umask 077; printf %s 'https://open.feishu.cn/...' > feishu-url)
+act-alerting send-test --config receiver.yml --only oncall
+```"""
+
 
 def main() -> None:
     """Entry point of `act-alerting`."""
-    needed = ("typer", "fastapi", "uvicorn", "pydantic")
+    needed = ("typer", "fastapi", "uvicorn", "pydantic", "requests")
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         _fail(f"not installed: {', '.join(missing)}. Run: pip install 'act-exporter[alerting]'", 1)
@@ -111,7 +124,40 @@ def _application() -> typer.Typer:
         except ConfigError as error:
             _fail(str(error), 2)
 
+    @app.command(help=SEND_TEST_HELP)
+    def send_test(
+        config: Path = typer.Option(
+            ..., envvar="ACT_RECEIVER_CONFIG", help="YAML file with the settings."
+        ),
+        only: str | None = typer.Option(None, help="Name of the one target to send to."),
+    ) -> None:
+        from alerting.settings import load_targets
+
+        try:
+            targets = load_targets(config)
+        except ConfigError as error:
+            _fail(str(error), 2)
+        chosen = [target for target in targets if only in (None, target.name)]
+        if not chosen:
+            names = ", ".join(target.name for target in targets)
+            _fail(f"--only: {config} has no target {only!r}; it has {names}.", 2)
+        refused = [target for target in chosen if not _send_test(target)]
+        if refused:
+            sys.exit(1)
+
     return app
+
+
+def _send_test(target: Target) -> bool:
+    from alerting.message import of_test
+
+    try:
+        said = f"taken ({target.notifier.send(of_test(target.language))})"
+        taken = True
+    except NotSentError as error:
+        said, taken = f"not taken: {error}", False
+    sys.stdout.write(f"{target.name} ({target.kind}): {said}\n")
+    return taken
 
 
 def _serve(settings: Settings) -> None:
@@ -124,7 +170,8 @@ def _serve(settings: Settings) -> None:
     # Before the database: a second receiver started by mistake fails at the port, its first clash.
     listener = _listen(settings.host, settings.port)
     with listener:
-        store = Store(settings.database)
+        targets = tuple(target.name for target in settings.notify)
+        store = Store(settings.database, targets, settings.repeat_interval_seconds)
         try:
             app = create_app(settings, store, registry=CollectorRegistry())
             server = uvicorn.Server(

@@ -12,7 +12,7 @@ import os
 import queue
 import sqlite3
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,20 +44,20 @@ class Database:
     Args:
         path: the file; made when it does not exist.
         application_id: marks the file as ours, so that another program's is never altered.
-        version: of the schema.
-        schema: the statements that make the tables of that version.
+        schemas: for each version of the schema, from 1 on, the statements that make it of the one
+            before. A file of an older version gets those that it lacks, all or none of them.
 
     Raises:
-        ConfigError: the file is no database, another program's, damaged or of another version,
+        ConfigError: the file is no database, another program's, damaged or of a newer version,
             its folder is missing, or another process uses it.
     """
 
-    def __init__(self, path: Path, *, application_id: int, version: int, schema: str) -> None:
+    def __init__(self, path: Path, *, application_id: int, schemas: Sequence[str]) -> None:
         self.path = path
-        self._version = version
+        self._version = len(schemas)
         self._lock = _lock(path)
         try:
-            self._writer = _open(path, application_id, version, schema)
+            self._writer = _open(path, application_id, schemas)
             self._reader = _connect(f"{path.absolute().as_uri()}?mode=ro")
         except BaseException:
             os.close(self._lock)
@@ -169,13 +169,13 @@ def _connect(name: str) -> sqlite3.Connection:
     )
 
 
-def _open(path: Path, application_id: int, version: int, schema: str) -> sqlite3.Connection:
+def _open(path: Path, application_id: int, schemas: Sequence[str]) -> sqlite3.Connection:
     try:
         connection = _connect(path.absolute().as_uri())
     except sqlite3.Error as error:
         raise ConfigError(f"The database {path} cannot be opened: {error}.") from error
     try:
-        _prepare(connection, path, application_id, version, schema)
+        _prepare(connection, path, application_id, schemas)
     except sqlite3.Error as error:
         connection.close()
         raise ConfigError(
@@ -189,20 +189,22 @@ def _open(path: Path, application_id: int, version: int, schema: str) -> sqlite3
 
 
 def _prepare(
-    connection: sqlite3.Connection, path: Path, application_id: int, version: int, schema: str
+    connection: sqlite3.Connection, path: Path, application_id: int, schemas: Sequence[str]
 ) -> None:
     def ask(statement: str) -> Any:
         return connection.execute(statement).fetchone()[0]
 
     # Judged before anything is written: another program's file must stay as it is.
+    found = 0
     is_new = not ask("SELECT count(*) FROM sqlite_master") and not ask("PRAGMA application_id")
     if not is_new:
         if ask("PRAGMA application_id") != application_id:
             raise ConfigError(f"{path} is another program's database.")
         found = ask("PRAGMA user_version")
-        if found != version:
+        if not 1 <= found <= len(schemas):
             raise ConfigError(
-                f"{path} has schema version {found}; this version of act-alerting uses {version}."
+                f"{path} has schema version {found}; this version of act-alerting uses "
+                f"{len(schemas)}."
             )
         if (damage := ask("PRAGMA quick_check(1)")) != "ok":
             raise ConfigError(f"{path} is damaged ({damage}).")
@@ -210,10 +212,10 @@ def _prepare(
         raise ConfigError(f"{path} lies on a file system on which SQLite cannot use WAL.")
     connection.execute("PRAGMA synchronous = FULL")
     connection.execute("PRAGMA foreign_keys = ON")
-    if is_new:
+    if found < len(schemas):
         connection.executescript(
-            f"BEGIN; {schema} PRAGMA application_id = {application_id};"
-            f" PRAGMA user_version = {version}; COMMIT;"
+            f"BEGIN; {' '.join(schemas[found:])} PRAGMA application_id = {application_id};"
+            f" PRAGMA user_version = {len(schemas)}; COMMIT;"
         )
 
 

@@ -19,3 +19,17 @@ class CheckpointError(AlertingError):
 
 class RecoveryHaltedError(AlertingError):
     """The guard stopped the training: no healthy checkpoint, or the rollback budget is spent."""
+
+
+class NotSentError(AlertingError):
+    """A chat tool did not take a message; the sentence holds no address and no secret.
+
+    Attributes:
+        retry: whether the same message may be taken later.
+        after: seconds before which it will not be, None where the tool doesn't say.
+    """
+
+    def __init__(self, sentence: str, *, retry: bool, after: float | None = None) -> None:
+        super().__init__(sentence)
+        self.retry = retry
+        self.after = after

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter
@@ -13,23 +13,30 @@ from alerting.control import ACTIONS, Result
 from alerting.policy import OUTCOMES
 
 CODES = (202, 400, 401, 408, 413, 422, 503)
-"""What `POST /alerts` answers."""
+"""What `POST /alerts` and `POST /messages` answer."""
 NO_ACTION = "none"
 """The `action` label's value for alerts whose own is missing or unknown: it is not ours to copy."""
 ANSWERS = (*get_args(Result), "lost")
+NOTIFICATIONS = ("sent", "retried", "failed")
+"""Of a message to one target: taken; not taken, to be sent again; given up."""
 
 
 class Metrics:
     """Counters on a registry that the caller owns.
 
+    Args:
+        registry: where they are registered.
+        targets: names of those who get messages.
+
     Attributes:
         deliveries: act_webhook_deliveries_total{code}.
-        alerts: act_webhook_alerts_total{status}, of deliveries that were recorded.
+        alerts: act_webhook_alerts_total{status}, of deliveries to `/alerts` that were recorded.
         requests: act_recovery_requests_total{action, outcome}: what was decided.
         answers: act_recovery_answers_total{action, result}: what became of the requests.
+        notifications: act_notifications_total{target, result}: what became of the messages.
     """
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, targets: Iterable[str] = ()) -> None:
         self.registry = registry
         self.deliveries = Counter(
             "act_webhook_deliveries_total",
@@ -55,6 +62,15 @@ class Metrics:
             ["action", "result"],
             registry=registry,
         )
+        self.notifications = Counter(
+            "act_notifications_total",
+            "Messages to people: taken by the target, to be sent again, or given up.",
+            ["target", "result"],
+            registry=registry,
+        )
+        for target in targets:
+            for result in NOTIFICATIONS:
+                self.notifications.labels(target, result)
         for code in CODES:
             self.deliveries.labels(str(code))
         for status in ("firing", "resolved"):

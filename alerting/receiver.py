@@ -1,7 +1,8 @@
 """The webhook receiver's HTTP side: what Alertmanager posts is recorded, and only then acted upon.
 
-The order of `POST /alerts`: token, size, shape, record on the disk, answer, wake the worker. Each
-refusal is one sentence; none repeats the token or the input. Alertmanager sends a notification
+The order of `POST /alerts`: token, size, shape, record on the disk, answer, wake the worker.
+`POST /messages`, for people, has the same order; the messenger finds what is recorded by itself.
+Each refusal is one sentence; none repeats the token or the input. Alertmanager sends a notification
 again for ever after a 5xx, so that is answered only when recording failed.
 """
 
@@ -13,6 +14,7 @@ import logging
 import os
 import time
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -25,7 +27,9 @@ from starlette.requests import ClientDisconnect
 
 from alerting.control import LIVE, ControlDirectory
 from alerting.exceptions import ControlError
+from alerting.messenger import Messenger
 from alerting.metrics import Metrics, WithoutCreated
+from alerting.outbox import news_of_group
 from alerting.payload import Payload, PayloadError, parse, schema
 from alerting.settings import Settings
 from alerting.store import Store, StoreError
@@ -64,16 +68,22 @@ def create_app(
         registry: the receiver's own metrics are registered there and served at `/metrics`.
         clock: Unix seconds.
     """
-    metrics = Metrics(registry)
+    metrics = Metrics(registry, [target.name for target in settings.notify])
     worker = Worker(settings, store, metrics, clock)
+    messenger = Messenger(settings, store.outbox, metrics, clock)
+    body_schema = {
+        "requestBody": {"required": True, "content": {"application/json": {"schema": schema()}}}
+    }
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         worker.start()
+        messenger.start()
         try:
             yield
         finally:
             await asyncio.to_thread(worker.stop)
+            await asyncio.to_thread(messenger.stop)
 
     app = FastAPI(title="act-alerting", docs_url=None, redoc_url=None, lifespan=lifespan)
     bearer = HTTPBearer(auto_error=False, description="The content of the receiver's token file.")
@@ -85,43 +95,63 @@ def create_app(
         headers = {"WWW-Authenticate": "Bearer"} if code == 401 else None
         return JSONResponse(content, code, headers, background=task)
 
-    @app.post(
-        "/alerts",
-        status_code=202,
-        response_model=None,
-        openapi_extra={
-            "requestBody": {
-                "required": True,
-                "content": {"application/json": {"schema": schema()}},
-            }
-        },
-    )
-    async def alerts(
-        request: Request, credentials: HTTPAuthorizationCredentials | None = Depends(bearer)
+    async def take(
+        request: Request,
+        credentials: HTTPAuthorizationCredentials | None,
+        record: Callable[[Payload, str], tuple[str, Future[int]]],
+        task: BackgroundTask | None = None,
     ) -> Response:
-        """Take one Alertmanager notification (webhook payload, version 4)."""
+        """Record one notification, durably, and then acknowledge it by its id."""
         try:
             _check_token(credentials, settings.token)
             body = await _read_body(request)
             payload = _parse(body)
-            received = store.add_delivery(body.decode("utf-8"), clock())
-            delivery_id = await asyncio.wrap_future(received)
+            name, recorded = record(payload, body.decode("utf-8"))
+            identifier = await asyncio.wrap_future(recorded)
         except _RejectedError as error:
             log.warning("A notification was rejected with %d: %s", error.code, error)
             return answer(error.code, {"detail": str(error)})
         except StoreError as error:
             log.error("A notification could not be recorded: %s", error)  # noqa: TRY400
             return answer(503, {"detail": "The notification could not be recorded; try again."})
-        for alert in payload.alerts:
-            metrics.alerts.labels(alert.status).inc()
+        # People's copy of the same alerts is not counted a second time.
+        if name == "delivery":
+            for alert in payload.alerts:
+                metrics.alerts.labels(alert.status).inc()
         if payload.truncated_alerts:
             log.warning(
-                "Delivery %d: Alertmanager left out %d alerts of the group.",
-                delivery_id,
+                "%s %d: Alertmanager left out %d alerts of the group.",
+                name.capitalize(),
+                identifier,
                 payload.truncated_alerts,
             )
         # A background task runs when the answer has been sent.
-        return answer(202, {"delivery": delivery_id}, BackgroundTask(worker.wake))
+        return answer(202, {name: identifier}, task)
+
+    @app.post("/alerts", status_code=202, response_model=None, openapi_extra=body_schema)
+    async def alerts(
+        request: Request, credentials: HTTPAuthorizationCredentials | None = Depends(bearer)
+    ) -> Response:
+        """Take one Alertmanager notification (webhook payload, version 4) for the trainers."""
+
+        def record(_payload: Payload, body: str) -> tuple[str, Future[int]]:
+            return "delivery", store.add_delivery(body, clock())
+
+        return await take(request, credentials, record, BackgroundTask(worker.wake))
+
+    @app.post("/messages", status_code=202, response_model=None, openapi_extra=body_schema)
+    async def messages(
+        request: Request, credentials: HTTPAuthorizationCredentials | None = Depends(bearer)
+    ) -> Response:
+        """Take one Alertmanager notification (webhook payload, version 4) for people."""
+
+        def record(payload: Payload, body: str) -> tuple[str, Future[int]]:
+            if not settings.notify:
+                # Not 202: Alertmanager would count as told what nobody reads.
+                raise _RejectedError(422, "Nobody is listed in the receiver's `notify:`.")
+            return "message", store.outbox.add(news_of_group(payload, body, clock()))
+
+        return await take(request, credentials, record)
 
     @app.get("/healthz")
     async def healthz() -> dict[str, str]:
@@ -131,7 +161,7 @@ def create_app(
     @app.get("/readyz", response_model=None)
     async def readyz() -> Response:
         """A notification would be recorded and acted upon; 503 with the reason otherwise."""
-        problem = await _problem(settings.runs, store, worker)
+        problem = await _problem(settings.runs, store, worker, messenger)
         if problem is not None:
             return JSONResponse({"detail": problem}, 503)
         return JSONResponse({"status": "ready"})
@@ -180,9 +210,11 @@ def _parse(body: bytes) -> Payload:
         raise _RejectedError(422 if error.is_json else 400, str(error)) from None
 
 
-async def _problem(runs: Path, store: Store, worker: Worker) -> str | None:
+async def _problem(runs: Path, store: Store, worker: Worker, messenger: Messenger) -> str | None:
     if not worker.is_alive():
         return "The worker has ended."
+    if not messenger.is_alive():
+        return "The messenger has ended."
     try:
         await asyncio.wait_for(asyncio.wrap_future(store.check_writable()), READY_SECONDS)
     except StoreError as error:

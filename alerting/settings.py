@@ -6,10 +6,7 @@ here; see `alerting.cli`.
 
 from __future__ import annotations
 
-import difflib
-import ipaddress
 import math
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +15,9 @@ from typing import Any
 import yaml
 
 from alerting.exceptions import ConfigError
+from alerting.given import Given, check_keys, is_loopback, read_path, read_secret
+from alerting.targets import Target, read_targets
+from alerting.text import is_link
 
 DEFAULT_LISTEN = "127.0.0.1:9464"
 """Loopback, and next to the trainers' 9460 and following."""
@@ -32,8 +32,8 @@ DEFAULT_ALERTS = (
 """The shipped rules that carry an `action` label."""
 DEFAULT_BACKUP_INTERVAL_SECONDS = 900.0
 """15 minutes: a backup of a large model takes minutes and terabytes; alerts repeat every 5."""
-MAX_TOKEN_BYTES = 4096
-"""A token file is one line; a larger one is the wrong file."""
+DEFAULT_REPEAT_INTERVAL_SECONDS = 3600.0
+"""The 60 minutes of alertmanager.yml."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +48,9 @@ class Settings:
         token: the bearer token that Alertmanager must send; never shown.
         alerts: names of the alerts that may ask for an action.
         backup_interval_seconds: least time between two backups of one run.
+        notify: who gets messages.
+        dashboard_url: linked in messages; `{run}` in it stands for the run. None: no link.
+        repeat_interval_seconds: Alertmanager's `repeat_interval` for people.
     """
 
     host: str
@@ -57,18 +60,9 @@ class Settings:
     token: str = field(repr=False)
     alerts: frozenset[str]
     backup_interval_seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Given:
-    """A value as it was given; `where` opens each message, `base` is what paths are relative to."""
-
-    value: Any
-    where: str
-    base: Path
-
-    def error(self, sentence: str) -> ConfigError:
-        return ConfigError(f"{self.where}: {sentence}")
+    notify: tuple[Target, ...] = ()
+    dashboard_url: str | None = None
+    repeat_interval_seconds: float = DEFAULT_REPEAT_INTERVAL_SECONDS
 
 
 KEYS = (
@@ -79,6 +73,9 @@ KEYS = (
     "token_file",
     "alerts",
     "backup_interval_seconds",
+    "notify",
+    "dashboard_url",
+    "repeat_interval_seconds",
 )
 
 
@@ -95,37 +92,58 @@ def load_settings(config: Path | None, options: Mapping[str, Any]) -> Settings:
     given = _read_file(config) if config is not None else {}
     for key, value in options.items():
         if value is not None:
-            given[key] = _Given(value, f"--{key.replace('_', '-')}", Path())
+            given[key] = Given(value, f"--{key.replace('_', '-')}", Path())
 
-    def require(key: str) -> _Given:
+    def require(key: str) -> Given:
         if key not in given:
             option = f"--{key.replace('_', '-')}"
             place = f"{config} nor as" if config is not None else "a --config file nor as"
             raise ConfigError(f"{key} is set neither in {place} {option}.")
         return given[key]
 
-    def default(key: str, value: Any) -> _Given:
-        return given.get(key, _Given(value, f"the default of {key}", Path()))
+    def default(key: str, value: Any) -> Given:
+        return given.get(key, Given(value, f"the default of {key}", Path()))
 
     allow_remote = _boolean(default("allow_remote", False))
     host, port = _address(default("listen", DEFAULT_LISTEN), allow_remote=allow_remote)
-    runs = _path(require("runs"))
+    runs = read_path(require("runs"))
     if runs.exists() and not runs.is_dir():
         raise given["runs"].error(f"{runs} is not a folder.")
     return Settings(
         host=host,
         port=port,
         runs=runs,
-        database=_path(require("database")),
-        token=_token(require("token_file")),
+        database=read_path(require("database")),
+        token=read_secret(require("token_file")),
         alerts=_names(default("alerts", list(DEFAULT_ALERTS))),
         backup_interval_seconds=_seconds(
             default("backup_interval_seconds", DEFAULT_BACKUP_INTERVAL_SECONDS)
         ),
+        notify=read_targets(default("notify", [])),
+        dashboard_url=_link(given["dashboard_url"]) if "dashboard_url" in given else None,
+        repeat_interval_seconds=_seconds(
+            default("repeat_interval_seconds", DEFAULT_REPEAT_INTERVAL_SECONDS)
+        ),
     )
 
 
-def _read_file(path: Path) -> dict[str, _Given]:
+def load_targets(config: Path) -> tuple[Target, ...]:
+    """Read and check only who gets messages.
+
+    Args:
+        config: the YAML file.
+
+    Raises:
+        ConfigError: as `load_settings`, or nobody gets any.
+    """
+    given = _read_file(config)
+    targets = read_targets(given["notify"]) if "notify" in given else ()
+    if not targets:
+        raise ConfigError(f"{config}: notify: lists nobody to send to.")
+    return targets
+
+
+def _read_file(path: Path) -> dict[str, Given]:
     try:
         content = yaml.safe_load(path.read_bytes())
     except OSError as error:
@@ -139,33 +157,23 @@ def _read_file(path: Path) -> dict[str, _Given]:
         return {}
     if not isinstance(content, dict):
         raise ConfigError(f"The config {path} must hold keys and values, such as `runs: ../runs`.")
-    for key in content:
-        if key not in KEYS:
-            close = difflib.get_close_matches(str(key), KEYS, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(KEYS)}."
-            raise ConfigError(f"{path}: unknown key {key!r}; {hint}")
+    check_keys(content, KEYS, str(path))
     base = path.absolute().parent
     # A key with nothing after it counts as left out, as its author would expect.
     return {
-        key: _Given(value, f"{path}: {key}", base)
+        key: Given(value, f"{path}: {key}", base)
         for key, value in content.items()
         if value is not None
     }
 
 
-def _boolean(given: _Given) -> bool:
+def _boolean(given: Given) -> bool:
     if not isinstance(given.value, bool):
         raise given.error(f"must be true or false, not {given.value!r}.")
     return given.value
 
 
-def _path(given: _Given) -> Path:
-    if not isinstance(given.value, str | Path) or not str(given.value).strip():
-        raise given.error(f"must be a path, not {given.value!r}.")
-    return (given.base / Path(given.value).expanduser()).absolute()
-
-
-def _names(given: _Given) -> frozenset[str]:
+def _names(given: Given) -> frozenset[str]:
     value = given.value
     if not isinstance(value, list) or not all(isinstance(name, str) and name for name in value):
         raise given.error(f"must be a list of alert names, not {value!r}.")
@@ -174,7 +182,7 @@ def _names(given: _Given) -> frozenset[str]:
     return frozenset(value)
 
 
-def _seconds(given: _Given) -> float:
+def _seconds(given: Given) -> float:
     value = given.value
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise given.error(f"must be a number of seconds, not {value!r}.")
@@ -183,7 +191,7 @@ def _seconds(given: _Given) -> float:
     return float(value)
 
 
-def _address(given: _Given, *, allow_remote: bool) -> tuple[str, int]:
+def _address(given: Given, *, allow_remote: bool) -> tuple[str, int]:
     value = given.value
     host, colon, port_text = value.rpartition(":") if isinstance(value, str) else ("", "", "")
     if not (colon and host and port_text.isascii() and port_text.isdigit()):
@@ -195,7 +203,7 @@ def _address(given: _Given, *, allow_remote: bool) -> tuple[str, int]:
         host = host[1:-1]
     elif ":" in host:
         raise given.error(f"an IPv6 address needs brackets, such as [::1]:9464, not {value!r}.")
-    if not allow_remote and not _is_loopback(host):
+    if not allow_remote and not is_loopback(host):
         raise given.error(
             f"{host} can be reached from other machines, and the token would cross the network "
             "unencrypted. Listen on 127.0.0.1 behind a proxy that speaks TLS, or set "
@@ -204,35 +212,11 @@ def _address(given: _Given, *, allow_remote: bool) -> tuple[str, int]:
     return host, port
 
 
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        # A name may resolve to anything, later too; this one is loopback by RFC 6761.
-        return host == "localhost"
-
-
-def _token(given: _Given) -> str:
-    path = _path(given)
-    try:
-        mode = path.stat().st_mode
-        if not stat.S_ISREG(mode):
-            raise given.error(f"{path} is not a file.")
-        if mode & (stat.S_IRWXG | stat.S_IRWXO):
-            raise given.error(
-                f"{path} is open to other users of this machine; run `chmod 600 {path}`."
-            )
-        with path.open("rb") as file:
-            content = file.read(MAX_TOKEN_BYTES + 1)
-    except OSError as error:
-        raise given.error(f"{path} cannot be read: {error.strerror}.") from error
-    if len(content) > MAX_TOKEN_BYTES:
-        raise given.error(f"{path} is too large to be a token file.")
-    # Alertmanager trims its credentials_file in the same way.
-    token = content.strip()
-    if not token:
-        raise given.error(f"{path} is empty.")
-    # The message must not show what is wrong: it would print the secret.
-    if not all(0x21 <= byte <= 0x7E for byte in token):
-        raise given.error(f"{path} must hold one line of printable ASCII without spaces.")
-    return token.decode("ascii")
+def _link(given: Given) -> str:
+    value = given.value
+    if not isinstance(value, str) or not is_link(value.replace("{run}", "run")):
+        raise given.error(
+            "must be an address such as https://grafana.example.com/d/act?var-run={run}, "
+            f"not {value!r}."
+        )
+    return value

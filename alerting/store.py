@@ -1,4 +1,4 @@
-"""The receiver's memory: deliveries, decisions and requests in one SQLite file.
+"""The receiver's memory: deliveries, decisions, requests and messages in one SQLite file.
 
 What is in the file is public: open it read-only (`file:PATH?mode=ro`) while the receiver runs.
 Times are Unix seconds; a field without a value is NULL.
@@ -12,6 +12,11 @@ Times are Unix seconds; a field without a value is NULL.
                  and from the guard's answer, NULL until it came: result ("done", "refused",
                  "failed", or the receiver's own word "lost"), detail, step, onset, checkpoint,
                  resumed_from, resumed_step, new_generation, answered_at
+    messages     id, received_at, kind ("alerts" or "outcome"), key (equal for what is told once),
+                 content (JSON: the payload, or the request with its answer)
+    sendings     message_id, target, attempts (begun so far), next_at (when the next is due),
+                 begun_at (of the last one), ended_at (NULL until it was taken or given up),
+                 result ("sent", "failed"), detail (what the target said last)
 
 Every method that writes returns when the write is on the disk.
 """
@@ -28,15 +33,16 @@ from typing import Any
 
 from alerting.control import Answer, Request
 from alerting.database import Database, StoreError
+from alerting.outbox import SCHEMA as OUTBOX_SCHEMA
+from alerting.outbox import News, Outbox
 from alerting.policy import Decision
 
 __all__ = ["Delivery", "Intent", "Store", "StoreError"]
 
 APPLICATION_ID = 0x61637477
 """The letters "actw"; `file` and SQLite show it."""
-SCHEMA_VERSION = 1
 
-_SCHEMA = """
+_DELIVERIES_SCHEMA = """
 CREATE TABLE deliveries (
     id INTEGER PRIMARY KEY, received_at REAL NOT NULL, handled_at REAL, payload TEXT NOT NULL
 ) STRICT;
@@ -57,6 +63,8 @@ CREATE TABLE decisions (
 ) STRICT;
 CREATE INDEX decisions_of_delivery ON decisions (delivery_id);
 """
+SCHEMAS = (_DELIVERIES_SCHEMA, OUTBOX_SCHEMA)
+"""Versions 1 and 2. What was shipped once stays as it is; a change is one more of them."""
 
 _INTENT = (
     "SELECT id, run, generation, action, alert, created_at, delivery_id, control FROM requests"
@@ -88,20 +96,26 @@ class Intent:
 
 
 class Store:
-    """The three tables; all methods may be called from any thread.
+    """The tables; all methods may be called from any thread.
 
     Args:
         path: the database file; made when it does not exist.
+        targets: names of those who get messages.
+        repeat_interval_seconds: Alertmanager's for people.
+
+    Attributes:
+        outbox: the messages.
 
     Raises:
         ConfigError: the file cannot serve as this database (see `alerting.database`).
         StoreError: (every method) it could not be written or read just now.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._database = Database(
-            path, application_id=APPLICATION_ID, version=SCHEMA_VERSION, schema=_SCHEMA
-        )
+    def __init__(
+        self, path: Path, targets: tuple[str, ...] = (), repeat_interval_seconds: float = 0.0
+    ) -> None:
+        self._database = Database(path, application_id=APPLICATION_ID, schemas=SCHEMAS)
+        self.outbox = Outbox(self._database, targets, repeat_interval_seconds)
 
     def close(self) -> None:
         """Finish the writes that wait, and close the file."""
@@ -206,27 +220,37 @@ class Store:
         )
         return [_intent(row) for row in rows]
 
-    def record_answer(self, answer: Answer) -> None:
-        """Record what the guard did with a request."""
+    def record_answer(self, answer: Answer, news: News | None = None) -> None:
+        """Record what the guard did with a request, and with it the message that tells of it."""
         fields = dataclasses.asdict(answer)
-        self._database.submit(
-            lambda connection: connection.execute(
+
+        def work(connection: sqlite3.Connection) -> None:
+            connection.execute(
                 "UPDATE requests SET result = :result, detail = :detail, step = :step,"
                 " onset = :onset, checkpoint = :checkpoint, resumed_from = :resumed_from,"
                 " resumed_step = :resumed_step, new_generation = :generation,"
                 " answered_at = :answered_at WHERE id = :id",
                 fields,
             )
-        ).result()
+            if news is not None:
+                self.outbox.insert(connection, news)
 
-    def record_lost(self, request_id: str, detail: str, at: float) -> None:
-        """Record that a request vanished without an answer."""
-        self._write(
-            "UPDATE requests SET result = 'lost', detail = ?, answered_at = ? WHERE id = ?",
-            detail,
-            at,
-            request_id,
-        )
+        self._database.submit(work).result()
+
+    def record_lost(
+        self, request_id: str, detail: str, at: float, news: News | None = None
+    ) -> None:
+        """Record that a request vanished without an answer, and the message that tells of it."""
+
+        def work(connection: sqlite3.Connection) -> None:
+            connection.execute(
+                "UPDATE requests SET result = 'lost', detail = ?, answered_at = ? WHERE id = ?",
+                (detail, at, request_id),
+            )
+            if news is not None:
+                self.outbox.insert(connection, news)
+
+        self._database.submit(work).result()
 
     def _write(self, statement: str, *values: object) -> None:
         self._database.submit(lambda connection: connection.execute(statement, values)).result()

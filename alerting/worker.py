@@ -3,7 +3,7 @@
 It takes deliveries from the store only, so what a crash left unhandled is taken up at the next
 start like everything else. Each step can be repeated: a request is recorded with its id before it
 is claimed, so after a crash the control directory tells whether the claim had happened. It also
-collects the guards' answers.
+collects the guards' answers, and leaves a message about each to those who are told.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from alerting.control import ACTIONS, ControlDirectory, Request, new_request_id
+from alerting.control import ACTIONS, Answer, ControlDirectory, Request, new_request_id
 from alerting.exceptions import ControlError
 from alerting.metrics import NO_ACTION, Metrics
+from alerting.outbox import News, news_of_answer
 from alerting.payload import PayloadError, parse
 from alerting.policy import Decision, Outcome, Wish, judge, read
 from alerting.settings import Settings
@@ -200,7 +201,8 @@ class Worker:
                 self._watch_for_loss(request, str(error))
                 continue
             # By the id that was asked under, whatever the file says, or it would be read for ever.
-            self._store.record_answer(replace(answer, id=request.id))
+            answer = replace(answer, id=request.id)
+            self._store.record_answer(answer, self._news(control, request, answer))
             self._missing_since.pop(request.id, None)
             self._metrics.answers.labels(request.action, answer.result).inc()
             log.info(
@@ -211,6 +213,19 @@ class Worker:
                 answer.result,
                 answer.detail,
             )
+
+    def _news(self, control: ControlDirectory, request: Request, answer: Answer) -> News | None:
+        if not self._settings.notify:
+            return None
+        left = None
+        try:
+            status = control.status()
+            # The guard publishes before it answers; what it has published since is not about this.
+            if status is not None and status.generation == answer.generation:
+                left = status.rollbacks_left
+        except ControlError as error:
+            log.warning("%s", error)
+        return news_of_answer(request, answer, self._clock(), rollbacks_left=left)
 
     def _watch_for_loss(self, request: Request, problem: str | None) -> None:
         if problem is None:
@@ -223,7 +238,8 @@ class Worker:
             self._missing_since[request.id] = now
         if now - since < LOST_AFTER_SECONDS:
             return
-        self._store.record_lost(request.id, problem, now)
+        news = news_of_answer(request, None, now, detail=problem)
+        self._store.record_lost(request.id, problem, now, news if self._settings.notify else None)
         del self._missing_since[request.id]
         self._metrics.answers.labels(request.action, "lost").inc()
         log.warning(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from act_exporter.collector import FAMILIES
 from alerting.metrics import Metrics
 from alerting.recovery.metrics import GuardMetrics
 from deploy.demo.servers import REPOSITORY, binary
+from tests.alerting.bots import SECRET, FeishuBot
 
 README = (REPOSITORY / "README.md").read_text()
 RULES = [
@@ -76,6 +78,33 @@ def test_the_queries_are_valid(tmp_path: Path) -> None:
     assert names <= exposed()
     records = {rule["record"] for rule in RULES if "record" in rule}
     assert set(re.findall(r"layer:\S+", "\n".join(queries))) <= records
+
+
+def test_from_nothing_to_a_signed_message(tmp_path: Path) -> None:
+    """The commands of the section, with a bot on this machine that checks the signature."""
+    chapter = section("In your monitoring").split("### Feishu, DingTalk, WeCom")[1]
+    prepare, send = re.findall(r"```sh\n(.*?)```", chapter, re.DOTALL)
+    path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
+
+    def shell(commands: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["sh", "-ec", commands],
+            cwd=tmp_path,
+            env={"PATH": path},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    with FeishuBot().serving() as bot:
+        done = shell(prepare)
+        assert done.returncode == 0, done.stderr
+        (tmp_path / "feishu-url").write_text(bot.url)
+        (tmp_path / "feishu-secret").write_text(SECRET)
+        done = shell(send)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert f"`{done.stdout.strip()}`" in chapter
+        assert "测试消息" in bot.texts()[0]
 
 
 @pytest.mark.parametrize("name", re.findall(r"`(ACT_\w+)`", section("In your trainer")))

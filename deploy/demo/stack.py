@@ -10,7 +10,7 @@ import contextlib
 import re
 import secrets
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,13 +95,20 @@ class Stack:
 
 
 @contextlib.contextmanager
-def stack(folder: Path, *, exporter_port: int, chat_url: str) -> Iterator[Stack]:
+def stack(
+    folder: Path,
+    *,
+    exporter_port: int,
+    chat_url: str,
+    notify: Sequence[dict[str, str]] = (),
+) -> Iterator[Stack]:
     """Start the three servers in `folder`, and end them on leaving.
 
     Args:
         folder: for configurations, data, logs and the run folders; created.
         exporter_port: where the trainer serves its metrics.
         chat_url: a Slack-style incoming webhook for people's messages.
+        notify: whom the receiver tells besides, as in receiver.yml.
     """
     folder.mkdir(parents=True, exist_ok=True)
     runs = folder / "runs"
@@ -111,8 +118,8 @@ def stack(folder: Path, *, exporter_port: int, chat_url: str) -> Iterator[Stack]
     chat = _write_secret(folder / "chat-url", chat_url)
     files = {
         "prometheus": render_prometheus(exporter_port, ports),
-        "alertmanager": render_alertmanager(ports, token, chat),
-        "receiver": render_receiver(ports, token, runs, folder / "receiver.sqlite"),
+        "alertmanager": render_alertmanager(ports, token, chat, bots=bool(notify)),
+        "receiver": render_receiver(ports, token, runs, folder / "receiver.sqlite", notify),
     }
     for name, content in files.items():
         (folder / f"{name}.yml").write_text(yaml.safe_dump(content, sort_keys=False))
@@ -169,8 +176,13 @@ def render_prometheus(exporter_port: int, ports: dict[str, int]) -> dict[str, An
     return config
 
 
-def render_alertmanager(ports: dict[str, int], token: Path, chat: Path) -> dict[str, Any]:
-    """The shipped alertmanager.yml for these ports and secrets, with chat but without email."""
+def render_alertmanager(
+    ports: dict[str, int], token: Path, chat: Path, *, bots: bool = False
+) -> dict[str, Any]:
+    """The shipped alertmanager.yml for these ports and secrets, with chat but without email.
+
+    With `bots` people are told by the receiver too, as where that part is uncommented.
+    """
     config = _shipped("alerting/alertmanager.yml")
     for receiver in config["receivers"]:
         receiver.pop("email_configs", None)  # there is no mail server here
@@ -179,6 +191,11 @@ def render_alertmanager(ports: dict[str, int], token: Path, chat: Path) -> dict[
         for trainer in receiver.get("webhook_configs", []):
             trainer["url"] = f"http://localhost:{ports['receiver']}/alerts"
             trainer["http_config"]["authorization"]["credentials_file"] = str(token)
+    if bots:
+        told = {receiver["name"]: receiver for receiver in config["receivers"]}
+        (trainer,) = told["trainer"]["webhook_configs"]
+        url = f"http://localhost:{ports['receiver']}/messages"
+        told["people"]["webhook_configs"] = [{**trainer, "url": url, "send_resolved": True}]
     config["global"] = {
         key: value for key, value in config["global"].items() if not key.startswith("smtp_")
     }
@@ -186,16 +203,24 @@ def render_alertmanager(ports: dict[str, int], token: Path, chat: Path) -> dict[
 
 
 def render_receiver(
-    ports: dict[str, int], token: Path, runs: Path, database: Path
+    ports: dict[str, int],
+    token: Path,
+    runs: Path,
+    database: Path,
+    notify: Sequence[dict[str, str]] = (),
 ) -> dict[str, Any]:
-    """The shipped receiver.yml for these ports and paths."""
-    return {
+    """The shipped receiver.yml for these ports, paths and people."""
+    config = {
         **_shipped("alerting/receiver.yml"),
         "listen": f"127.0.0.1:{ports['receiver']}",
         "token_file": str(token),
         "runs": str(runs),
         "database": str(database),
     }
+    if notify:
+        config["notify"] = list(notify)
+        config["repeat_interval_seconds"] /= SPEEDUP
+    return config
 
 
 def _shipped(path: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import requests
 import yaml
 
 from deploy.demo.servers import REPOSITORY, free_port, running
+from tests.alerting.bots import KEY, SECRET, Bot, DingTalkBot, FeishuBot, WeComBot
 
 TOKEN = "correct-horse-battery-staple"
 COMMAND = Path(sys.executable).with_name("act-alerting")
@@ -142,10 +143,76 @@ class TestMistakes:
 
     def test_importing_the_command_imports_none_of_the_extra(self) -> None:
         check = (
-            "import alerting.cli, sys; "
-            "sys.exit(bool({'typer', 'fastapi', 'uvicorn', 'pydantic'} & set(sys.modules)))"
+            "import alerting.cli, sys; extra = "
+            "{'typer', 'fastapi', 'uvicorn', 'pydantic', 'requests'}; "
+            "sys.exit(bool(extra & set(sys.modules)))"
         )
         assert subprocess.run([sys.executable, "-c", check], cwd=REPOSITORY).returncode == 0
+
+
+class TestSendTest:
+    def config(self, folder: Path, **bots: Bot) -> Path:
+        """A config that has nobody but these bots."""
+        entries = []
+        for kind, bot in bots.items():
+            entry = {"kind": kind, "name": f"our-{kind}", "language": "zh"}
+            files = {"url_file": bot.url}
+            if kind != "wecom":
+                files["secret_file"] = SECRET
+            for key, content in files.items():
+                entry[key] = f"{kind}-{key}"
+                (folder / entry[key]).write_text(content)
+                (folder / entry[key]).chmod(0o600)
+            entries.append(entry)
+        path = folder / "receiver.yml"
+        path.write_text(yaml.safe_dump({"notify": entries}))
+        return path
+
+    def test_each_takes_one_signed_message(self, tmp_path: Path) -> None:
+        with (
+            FeishuBot().serving() as feishu,
+            DingTalkBot().serving() as dingtalk,
+            WeComBot().serving() as wecom,
+        ):
+            config = self.config(tmp_path, feishu=feishu, dingtalk=dingtalk, wecom=wecom)
+            answer = run("send-test", "--config", config)
+            assert answer.returncode == 0
+            assert answer.stderr == ""
+            assert answer.stdout.splitlines() == [
+                "our-feishu (feishu): taken (HTTP 200, code 0)",
+                "our-dingtalk (dingtalk): taken (HTTP 200, code 0)",
+                "our-wecom (wecom): taken (HTTP 200, code 0)",
+            ]
+            for bot in (feishu, dingtalk, wecom):
+                (text,) = bot.texts()
+                assert "测试消息" in text
+
+    def test_one_that_refuses_is_1_and_says_what_to_change(self, tmp_path: Path) -> None:
+        with FeishuBot(secret="SECother").serving() as feishu, WeComBot().serving() as wecom:
+            config = self.config(tmp_path, feishu=feishu, wecom=wecom)
+            answer = run("send-test", "--config", config)
+            assert answer.returncode == 1
+            refused, taken = answer.stdout.splitlines()
+            assert refused.startswith("our-feishu (feishu): not taken: error 19021: the signature")
+            assert "secret_file" in refused
+            assert "taken (HTTP 200" in taken
+            for secret in (KEY, SECRET):
+                assert secret not in answer.stdout + answer.stderr
+
+            assert run("send-test", "--config", config, "--only", "our-wecom").returncode == 0
+            assert len(feishu.posts) == 1
+
+    def test_a_name_that_is_not_there_is_2(self, tmp_path: Path) -> None:
+        with WeComBot().serving() as wecom:
+            config = self.config(tmp_path, wecom=wecom)
+            answer = run("send-test", "--config", config, "--only", "nobody")
+        assert answer.returncode == 2
+        assert "no target 'nobody'; it has our-wecom." in answer.stderr
+
+    def test_nobody_to_send_to_is_2(self, config: Path) -> None:
+        answer = run("send-test", "--config", config)
+        assert answer.returncode == 2
+        assert answer.stderr == f"act-alerting: {config}: notify: lists nobody to send to.\n"
 
 
 class TestServing:

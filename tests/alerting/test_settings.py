@@ -13,9 +13,12 @@ from alerting.settings import (
     DEFAULT_ALERTS,
     DEFAULT_BACKUP_INTERVAL_SECONDS,
     DEFAULT_LISTEN,
+    DEFAULT_REPEAT_INTERVAL_SECONDS,
     KEYS,
     load_settings,
+    load_targets,
 )
+from alerting.targets import TARGET_KEYS
 from deploy.demo.servers import REPOSITORY
 
 SHIPPED = REPOSITORY / "alerting" / "receiver.yml"
@@ -46,6 +49,7 @@ class TestShippedFile:
         assert tuple(content["alerts"]) == DEFAULT_ALERTS
         assert content["backup_interval_seconds"] == DEFAULT_BACKUP_INTERVAL_SECONDS
         assert content["allow_remote"] is False
+        assert content["repeat_interval_seconds"] == DEFAULT_REPEAT_INTERVAL_SECONDS
 
     def test_loads_once_there_is_a_token(self, folder: Path) -> None:
         settings = load_settings(SHIPPED, {"token_file": folder / "token"})
@@ -98,6 +102,61 @@ class TestValues:
         assert TOKEN not in repr(load_settings(write(folder), {}))
 
 
+@pytest.mark.filterwarnings("ignore:'imghdr' is deprecated:DeprecationWarning")  # Apprise's own
+class TestTargets:
+    def test_the_commented_example_works_once_its_files_are_there(self, folder: Path) -> None:
+        pytest.importorskip("apprise")
+        text = SHIPPED.read_text().replace("/etc/act/", "").replace("\n  # ", "\n  ")
+        (folder / "receiver.yml").write_text(text)
+        entries = yaml.safe_load(text)["notify"]
+        assert {key for entry in entries for key in entry} == set(TARGET_KEYS)
+        for entry in entries:
+            for key in ("url_file", "secret_file"):
+                if key in entry:
+                    content = "SECabc" if key == "secret_file" else "https://a.example/hook"
+                    content = "json://a.example/hook" if "telegram" in entry[key] else content
+                    _secret(folder, entry[key], content)
+        _secret(folder, "receiver-token", TOKEN)
+        settings = load_settings(folder / "receiver.yml", {})
+        assert [(target.name, target.language) for target in settings.notify] == [
+            ("oncall", "zh"),
+            ("dingtalk", "zh"),
+            ("wecom", "zh"),
+            ("webhook", "en"),
+            ("telegram", "en"),
+        ]
+        assert [target.kind for target in load_targets(folder / "receiver.yml")] == [
+            "feishu",
+            "dingtalk",
+            "wecom",
+            "webhook",
+            "apprise",
+        ]
+
+    def test_none_is_no_mistake_for_the_receiver_and_one_for_sending(self, folder: Path) -> None:
+        assert load_settings(write(folder), {}).notify == ()
+        with pytest.raises(ConfigError, match="notify: lists nobody"):
+            load_targets(write(folder, notify=[]))
+
+    def test_loopback_may_be_http(self, folder: Path) -> None:
+        url = _secret(folder, "url", "http://127.0.0.1:80/hook")
+        config = write(folder, notify=[{"kind": "webhook", "url_file": url}])
+        assert load_settings(config, {}).notify[0].name == "webhook"
+
+    def test_addresses_and_secrets_are_in_no_printed_form(self, folder: Path) -> None:
+        url = _secret(folder, "url", "https://a.example/4711")
+        entry = {"kind": "feishu", "url_file": url, "secret_file": "token"}
+        shown = repr(load_settings(write(folder, notify=[entry]), {}))
+        assert "4711" not in shown
+        assert TOKEN not in shown
+
+
+def _secret(folder: Path, name: str, content: str) -> str:
+    (folder / name).write_text(content)
+    (folder / name).chmod(0o600)
+    return name
+
+
 class TestMistakes:
     @pytest.mark.parametrize(
         ("changes", "sentence"),
@@ -124,6 +183,9 @@ class TestMistakes:
             ({"backup_interval_seconds": float("nan")}, "must be 0 or more"),
             ({"token_file": "none"}, "token_file: .*none cannot be read: No such file"),
             ({"token_file": "runs"}, "token_file: .*runs is not a file"),
+            ({"dashboard_url": 5}, "dashboard_url: must be an address such as https"),
+            ({"dashboard_url": "javascript:x"}, "dashboard_url: must be an address"),
+            ({"repeat_interval_seconds": "1h"}, "repeat_interval_seconds: must be a number"),
             ({"token_fil": "token"}, "unknown key 'token_fil'; did you mean token_file"),
             ({"colour": "blue"}, "unknown key 'colour'; known are listen"),
         ],
@@ -134,6 +196,55 @@ class TestMistakes:
         with pytest.raises(ConfigError, match=sentence) as caught:
             load_settings(write(folder, **changes), {})
         assert "receiver.yml" in str(caught.value)
+
+    @pytest.mark.parametrize(
+        ("entry", "sentence"),
+        [
+            ("feishu", "notify: entry 1: must have keys and values"),
+            ({}, "notify: entry 1: kind: must be one of feishu, dingtalk, .* not None"),
+            ({"kind": "slack"}, "notify: entry 1: kind: must be one of feishu"),
+            ({"kind": ["feishu"]}, "notify: entry 1: kind: must be one of feishu"),
+            ({"kind": "feishu"}, "notify: entry 1: url_file is missing"),
+            (
+                {"kind": "feishu", "url": "x"},
+                "entry 1: unknown key 'url'; known are kind, name, url_file",
+            ),
+            ({"kind": "feishu", "url_file": "none"}, "url_file: .*none cannot be read"),
+            ({"kind": "feishu", "url_file": "open"}, "url_file: .*run `chmod 600"),
+            ({"kind": "feishu", "url_file": "token"}, "url_file: the file holds no address"),
+            ({"kind": "feishu", "url_file": "plain"}, "url_file: the address .* must be https"),
+            ({"kind": "feishu", "url_file": "broken"}, "url_file: the file holds no address"),
+            ({"kind": "feishu", "url_file": "url", "secret_file": "open"}, "secret_file: .*chmod"),
+            ({"kind": "feishu", "url_file": "url", "language": "fr"}, "language: must be one of"),
+            ({"kind": "feishu", "url_file": "url", "name": "a b"}, "name: must be a word"),
+            ({"kind": "wecom", "url_file": "url", "secret_file": "token"}, "secret_file: A WeCom"),
+        ],
+    )
+    def test_an_entry_of_notify_is_named_and_no_secret_shown(
+        self, folder: Path, entry: Any, sentence: str
+    ) -> None:
+        secret = "https://open.feishu.cn/hook/4711"
+        for name, content in {
+            "url": secret,
+            "open": secret,
+            "plain": secret.replace("https", "http"),
+            "broken": "https://[4711",
+        }.items():
+            (folder / name).write_text(content)
+            (folder / name).chmod(0o644 if name == "open" else 0o600)
+        with pytest.raises(ConfigError, match=sentence) as caught:
+            load_settings(write(folder, notify=[entry]), {})
+        assert "4711" not in str(caught.value)
+        assert TOKEN not in str(caught.value)
+
+    def test_notify_that_is_no_list(self, folder: Path) -> None:
+        with pytest.raises(ConfigError, match="notify: must be a list"):
+            load_settings(write(folder, notify="feishu"), {})
+
+    def test_two_targets_of_one_name(self, folder: Path) -> None:
+        entry = {"kind": "wecom", "url_file": _secret(folder, "url", "https://a.example/4711")}
+        with pytest.raises(ConfigError, match="two entries have the name wecom; give one"):
+            load_settings(write(folder, notify=[entry, entry]), {})
 
     @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o644])
     def test_a_token_that_others_may_touch(self, folder: Path, mode: int) -> None:

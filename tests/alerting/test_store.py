@@ -171,7 +171,7 @@ class TestRecords:
         import alerting.store
 
         documentation = alerting.store.__doc__ or ""
-        for table in ("deliveries", "decisions", "requests"):
+        for table in ("deliveries", "decisions", "requests", "messages", "sendings"):
             for column in rows(path, f"PRAGMA table_info({table})"):
                 assert column["name"] in documentation
 
@@ -286,7 +286,7 @@ class TestOpening:
         other = sqlite3.connect(path)
         other.execute("PRAGMA user_version = 99")
         other.close()
-        with pytest.raises(ConfigError, match=r"schema version 99; .* uses 1"):
+        with pytest.raises(ConfigError, match=r"schema version 99; .* uses 2"):
             Store(path)
 
     def test_a_damaged_file_is_named(self, path: Path) -> None:

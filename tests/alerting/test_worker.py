@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import sqlite3
 import time
@@ -16,8 +17,10 @@ from prometheus_client import CollectorRegistry
 
 from alerting.control import Answer, ControlDirectory, Request
 from alerting.metrics import Metrics
+from alerting.notifiers.webhook import Webhook
 from alerting.settings import Settings
 from alerting.store import Intent, Store
+from alerting.targets import Target
 from alerting.worker import LOST_AFTER_SECONDS, Worker
 from deploy.demo.servers import wait_for
 from tests.alerting.deliveries import RUN, alert, register, status, text
@@ -44,6 +47,7 @@ class Desk:
     folder: Path
     clock: Clock
     worker: Worker | None = None
+    told: tuple[str, ...] = ()
 
     @property
     def runs(self) -> Path:
@@ -55,7 +59,7 @@ class Desk:
 
     @contextlib.contextmanager
     def store(self) -> Iterator[Store]:
-        store = Store(self.database)
+        store = Store(self.database, self.told, 3600)
         try:
             yield store
         finally:
@@ -71,6 +75,10 @@ class Desk:
             token="t",
             alerts=frozenset({"ActRunaway", "ActLayerAboveBaseline"}),
             backup_interval_seconds=900,
+            notify=tuple(
+                Target(name=name, kind="webhook", language="en", notifier=Webhook("http://[::1]/"))
+                for name in self.told
+            ),
         )
         with self.store() as store:
             metrics = Metrics(registry or CollectorRegistry())
@@ -454,6 +462,46 @@ class TestAnswers:
             assert row["answered_at"] - before >= LOST_AFTER_SECONDS
             desk.deliver(store, alert())
         assert desk.outcomes() == ["requested", "requested"]
+
+    def test_a_loss_is_told_and_recorded_in_one_write(self, desk: Desk) -> None:
+        register(desk.runs)
+        desk.told = ("oncall",)
+        with desk.working() as store:
+            control, asked = self.ask(desk, store)
+            (control.path / "requests" / "recover.json").unlink()
+
+            def passes() -> list[dict[str, Any]]:
+                desk.clock.now += LOST_AFTER_SECONDS / 4
+                return desk.rows("SELECT * FROM messages")
+
+            (message,) = wait_for(passes, "the message about it", interval=0.2)
+        content = json.loads(message["content"])
+        assert content["request"]["id"] == asked.id
+        assert content["answer"] is None
+        assert "has no answer" in content["detail"]
+        assert [row["result"] for row in desk.rows("SELECT result FROM requests")] == ["lost"]
+        assert [row["target"] for row in desk.rows("SELECT target FROM sendings")] == ["oncall"]
+
+    def test_an_answer_is_told_though_the_status_cannot_be_read(self, desk: Desk) -> None:
+        register(desk.runs)
+        desk.told = ("oncall",)
+        with desk.working() as store:
+            control, asked = self.ask(desk, store)
+            (control.path / "status.json").write_text("{")
+            control.answer(answer_to(asked))
+            self.wait_for_result(desk)
+        (message,) = desk.rows("SELECT * FROM messages")
+        content = json.loads(message["content"])
+        assert content["answer"]["resumed_from"] == "step-1000"
+        assert content["rollbacks_left"] is None
+
+    def test_where_nobody_is_told_there_is_no_message(self, desk: Desk) -> None:
+        register(desk.runs)
+        with desk.working() as store:
+            control, asked = self.ask(desk, store)
+            control.answer(answer_to(asked))
+            self.wait_for_result(desk)
+        assert desk.rows("SELECT * FROM messages") == []
 
     def test_an_open_request_is_never_lost(self, desk: Desk) -> None:
         register(desk.runs)

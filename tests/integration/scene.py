@@ -19,6 +19,7 @@ import requests
 
 from deploy.demo.servers import REPOSITORY, Server, free_port, running
 from deploy.demo.stack import Stack, stack
+from tests.alerting.bots import SECRET, FeishuBot
 from tests.integration.trainer import RUN
 
 SETTLED_STEP = 250
@@ -39,6 +40,7 @@ class Scene:
         trainer: the training process.
         exporter_url: the trainer's metrics page.
         chat: the file in which the chat stand-in keeps people's messages.
+        bot: a Feishu bot that the receiver tells.
         knobs: the folder that only the trainer looks at.
     """
 
@@ -46,6 +48,7 @@ class Scene:
     trainer: Server
     exporter_url: str
     chat: Path
+    bot: FeishuBot
     knobs: Path
 
     def wait(self, probe: Callable[[], T | None], what: str, timeout: float = 30.0) -> T:
@@ -197,6 +200,7 @@ class Scene:
         assert told <= {"ActWatchdog"}, told  # which always fires
         assert self.rows("SELECT * FROM deliveries") == []
         assert self.rows("SELECT * FROM requests") == []
+        assert self.rows("SELECT * FROM messages") == []
         assert self.chat.read_text() == ""
         assert self.value("act_rollbacks_total{RUN}") == 0
 
@@ -210,11 +214,19 @@ def open_scene(folder: Path) -> Iterator[Scene]:
     knobs.mkdir()
     python = [sys.executable, "-m"]
     with contextlib.ExitStack() as opened:
+        bot = opened.enter_context(FeishuBot().serving())
+        entry = {"kind": "feishu"}
+        for key, content in (("url_file", bot.url), ("secret_file", SECRET)):
+            path = folder / f"feishu-{key}"
+            path.touch(mode=0o600)
+            path.write_text(content)
+            entry[key] = str(path)
         servers = opened.enter_context(
             stack(
                 folder / "stack",
                 exporter_port=exporter_port,
                 chat_url=f"http://127.0.0.1:{chat_port}/",
+                notify=[entry],
             )
         )
         for name, arguments in (
@@ -237,6 +249,7 @@ def open_scene(folder: Path) -> Iterator[Scene]:
             trainer=server,
             exporter_url=f"http://127.0.0.1:{exporter_port}/metrics",
             chat=chat,
+            bot=bot,
             knobs=knobs,
         )
         scene.wait(lambda: requests.get(scene.exporter_url, timeout=2).ok, "a metrics page")

@@ -37,6 +37,22 @@ def test_a_bad_layer_is_rolled_back_once_and_people_are_told(scene: Scene) -> No
         lambda: any("ActLayerAboveBaseline" in message["text"] for message in scene.messages()),
         "people's message",
     )
+    scene.wait(
+        lambda: any("ActLayerAboveBaseline" in seen for seen in scene.bot.texts()),
+        "the same by the receiver's bot, signed",
+    )
+    (told,) = scene.wait(
+        lambda: [seen for seen in scene.bot.texts() if "was rolled back" in seen],
+        "the outcome by the same bot",
+    )
+    for part in (
+        f"to step {rollback['resumed_step']}",
+        f"checkpoint {rollback['resumed_from']}",
+        f"First bad step: {rollback['onset']}",
+        f"Emergency checkpoint: {rollback['checkpoint']}",
+        f"Rollbacks left: {scene.status()['rollbacks_left']}",
+    ):
+        assert part in told
     scene.wait_until_healthy_again(rollback)
 
     # The alert for people is held for 6 minutes, so Alertmanager sends it to the receiver again
@@ -64,3 +80,4 @@ def test_a_bad_layer_is_rolled_back_once_and_people_are_told(scene: Scene) -> No
     scene.wait(lambda: scene.recoveries("refused"), "a refusal by the guard")
     scene.assert_one_rollback()
     assert len(scene.recoveries()) == 2
+    assert len([seen for seen in scene.bot.texts() if "was rolled back" in seen]) == 1
