@@ -105,7 +105,7 @@ def of_answer(
     keys.append("asked_by")
     return Message(
         language=language,
-        title=say(language, f"{result}_{request.action}", **known),
+        title=line_of(say(language, f"{result}_{request.action}", **known)),
         summary=tuple(line_of(say(language, key, **known)) for key in keys),
         links=_links(language, [], request.run, dashboard_url),
     )
@@ -206,8 +206,8 @@ def _item_over(language: Language, alert: Alert) -> str:
 
 
 def _what(language: Language, payload: Payload, run: str) -> str:
-    if run:
-        return say(language, "run", run=clip(clean(run), MAX_NAME_BYTES))
+    if known := clip(clean(run), MAX_NAME_BYTES):
+        return say(language, "run", run=known)
     name = payload.common_labels.get("alertname", "")
     return clip(clean(name), MAX_NAME_BYTES) or say(language, "no_run")
 

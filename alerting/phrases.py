@@ -167,6 +167,8 @@ ALERTS_ZH: dict[str, tuple[str, str]] = {
     "ActGradientNonFinite": ("", "梯度出现 NaN 或 Inf"),
     "ActGradientExplosion": (r"reached (\S+) times", "梯度范数达到均值的 {value} 倍"),
     "ActGradientVanishing": ("", "梯度消失"),
+    "ActUpdateSpike": (r"was (\S+) times", "权重更新量达到平常的 {value} 倍"),
+    "ActUpdatesLost": (r"^(\S+) of", "{value} 的权重未被更新改变（数值格式舍入）"),
     "ActDiagnosis": ("", "见诊断"),
     "ActExporterDown": (r"at (\S+) does", "导出器 {value} 没有响应"),
     "ActTrainerStalled": (r"no step for (.+)$", "已有 {value} 没有完成任何一步"),
