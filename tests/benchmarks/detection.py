@@ -1,6 +1,6 @@
 """What the shipped rules find, miss and cry wolf at: small models, real text, real faults.
 
-    python -m tests.benchmarks.detection            (about 15 minutes on two cores)
+    python -m tests.benchmarks.detection            (about 20 minutes on two cores)
     python -m tests.benchmarks.detection --quick    (3 minutes: fewer runs, one fault a kind)
 
 Trains small GPTs with the exporter on a simulated clock, once at 1 s a step (a scrape of 15 s meets
