@@ -1,8 +1,8 @@
 """`act-alerting`: the receiver's command line, the one place that reads the environment.
 
-Exit codes: 0 after a clean end, 1 when the port is in use or a test message was not taken, 2 when a
-setting is wrong. typer and the
-server are imported when used: without the extra `alerting` this says how to get them.
+Exit codes: 0 after a clean end; 1 when the port is in use, a test message was not taken or a file
+would be overwritten; 2 when a setting is wrong. typer and the server are imported when used:
+without the extra `alerting` this says how to get them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from alerting.exceptions import ConfigError, NotSentError
+from alerting.phrases import LANGUAGES
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -59,6 +60,17 @@ Example:
 ```
 (umask 077; printf %s 'https://open.feishu.cn/...' > feishu-url)
 act-alerting send-test --config receiver.yml --only oncall
+```"""
+
+INIT_HELP = """Write a config with a reason beside each key, and a file with a random token.
+
+With --bot the config has an entry for that bot, and there are empty files for its address and its
+secret, which only you can read. Nothing that exists is overwritten.
+
+Example:
+
+```
+act-alerting init --bot feishu --language zh
 ```"""
 
 
@@ -123,6 +135,31 @@ def _application() -> typer.Typer:
             _serve(settings)
         except ConfigError as error:
             _fail(str(error), 2)
+
+    @app.command(help=INIT_HELP)
+    def init(
+        folder: Path = typer.Argument(Path(), help="Where to write; created where missing."),
+        bot: list[str] = typer.Option(
+            [], help="feishu (Lark too), dingtalk or wecom; may be given several times."
+        ),
+        language: str = typer.Option("en", help="Of the bots' messages: en or zh."),
+    ) -> None:
+        from alerting.init import BOT_FILES, next_commands, write_folder
+
+        for name in bot:
+            if name not in BOT_FILES:
+                _fail(f"--bot: must be one of {', '.join(BOT_FILES)}, not {name!r}.", 2)
+        if language not in LANGUAGES:
+            _fail(f"--language: must be one of {', '.join(LANGUAGES)}, not {language!r}.", 2)
+        try:
+            written = write_folder(folder, bot, language)
+        except ConfigError as error:
+            _fail(str(error), 1)
+        for path in written:
+            typer.echo(f"wrote {path}")
+        typer.echo("\nNext:")
+        for line in next_commands(folder, bot):
+            typer.echo(f"  {line}")
 
     @app.command(help=SEND_TEST_HELP)
     def send_test(
