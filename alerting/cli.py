@@ -1,8 +1,8 @@
 """`act-alerting`: the receiver's command line, the one place that reads the environment.
 
-Exit codes: 0 after a clean end; 1 when the port is in use, a test message was not taken or a file
-would be overwritten; 2 when a setting is wrong. typer and the server are imported when used:
-without the extra `alerting` this says how to get them.
+Exit codes: 0 after a clean end; 1 when the port is in use, a test message was not taken, a file
+would be overwritten or the database cannot be read; 2 when a setting is wrong. typer and the server
+are imported when used: without the extra `alerting` this says how to get them.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import os
 import signal
 import socket
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from alerting.exceptions import ConfigError, NotSentError
+from alerting.exceptions import AlertingError, ConfigError, NotSentError
 from alerting.phrases import LANGUAGES
 
 if TYPE_CHECKING:
@@ -72,6 +73,20 @@ Example:
 ```
 act-alerting init --bot feishu --language zh
 ```"""
+
+
+STATUS_HELP = """Print a row a run: its guard's words, the open request, the last decision and answer.
+
+Messages are counted by run: still to be sent, and given up within a day. The receiver need not run
+for this, and no secret is read. Where the output is no terminal, columns are separated by tabs.
+
+Example:
+
+```
+act-alerting status --config receiver.yml
+```
+
+The receiver answers the same as JSON at GET /runs/NAME, with the token."""
 
 
 def main() -> None:
@@ -161,6 +176,23 @@ def _application() -> typer.Typer:
         for line in next_commands(folder, bot):
             typer.echo(f"  {line}")
 
+    @app.command(help=STATUS_HELP)
+    def status(
+        config: Path | None = typer.Option(
+            None, envvar="ACT_RECEIVER_CONFIG", help="YAML file with the settings."
+        ),
+        runs: Path | None = typer.Option(None, help="Folder that holds the run folders."),
+        database: Path | None = typer.Option(None, help="The receiver's SQLite file."),
+    ) -> None:
+        from alerting.settings import load_places
+
+        try:
+            _print_status(*load_places(config, {"runs": runs, "database": database}))
+        except ConfigError as error:
+            _fail(str(error), 2)
+        except AlertingError as error:
+            _fail(str(error), 1)
+
     @app.command(help=SEND_TEST_HELP)
     def send_test(
         config: Path = typer.Option(
@@ -195,6 +227,24 @@ def _send_test(target: Target) -> bool:
         said, taken = f"not taken: {error}", False
     sys.stdout.write(f"{target.name} ({target.kind}): {said}\n")
     return taken
+
+
+def _print_status(runs: Path, database: Path) -> None:
+    from alerting.overview import all_runs, count_messages
+    from alerting.store import open_reader
+    from alerting.table import print_runs
+
+    if not database.exists():
+        _fail(f"No receiver has run yet: there is no database {database}.", 1)
+    now = time.time()
+    reader = open_reader(database)
+    try:
+        print_runs(all_runs(runs, reader.read, now), now, sys.stdout)
+        waiting, failed = count_messages(reader.read, now).get("", (0, 0))
+        if waiting or failed:
+            sys.stdout.write(f"messages of no run: {waiting} waiting, {failed} failed\n")
+    finally:
+        reader.close()
 
 
 def _serve(settings: Settings) -> None:

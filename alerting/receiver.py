@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
@@ -30,6 +31,7 @@ from alerting.exceptions import ControlError
 from alerting.messenger import Messenger
 from alerting.metrics import Metrics, WithoutCreated
 from alerting.outbox import news_of_group
+from alerting.overview import find_run
 from alerting.payload import Payload, PayloadError, parse, schema
 from alerting.settings import Settings
 from alerting.store import Store, StoreError
@@ -43,6 +45,14 @@ BODY_SECONDS = 10.0
 """A sender that stops in the middle of its body is told so; Alertmanager sends at once."""
 READY_SECONDS = 5.0
 """Longest wait for the database in `/readyz`; probes usually give up after 1 to 10 seconds."""
+
+
+RUN_ANSWERS: dict[int | str, dict[str, Any]] = {
+    401: {"description": "The token is missing or wrong."},
+    404: {"description": "No guard has registered such a run."},
+    409: {"description": "Two run folders are live under this name."},
+    503: {"description": "The database could not be read just now."},
+}
 
 
 class _RejectedError(Exception):
@@ -152,6 +162,25 @@ def create_app(
             return "message", store.outbox.add(news_of_group(payload, body, clock()))
 
         return await take(request, credentials, record)
+
+    # A path, for a run's name may hold slashes; it is compared and never becomes one.
+    @app.get("/runs/{run:path}", response_model=None, responses=RUN_ANSWERS)
+    async def one_run(
+        run: str, credentials: HTTPAuthorizationCredentials | None = Depends(bearer)
+    ) -> Response:
+        """A run: what its guard publishes, what was decided and answered, and its messages."""
+        try:
+            _check_token(credentials, settings.token)
+            found = await asyncio.to_thread(find_run, settings.runs, run, store.read, clock())
+        except _RejectedError as error:
+            return JSONResponse({"detail": str(error)}, 401, {"WWW-Authenticate": "Bearer"})
+        except ControlError as error:
+            return JSONResponse({"detail": f"{error}."}, 409)
+        except StoreError as error:
+            return JSONResponse({"detail": str(error)}, 503)
+        if found is None:
+            return JSONResponse({"detail": "No guard has registered a run of this name."}, 404)
+        return JSONResponse(found.to_json())
 
     @app.get("/healthz")
     async def healthz() -> dict[str, str]:

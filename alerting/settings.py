@@ -89,17 +89,10 @@ def load_settings(config: Path | None, options: Mapping[str, Any]) -> Settings:
     Raises:
         ConfigError: a setting is missing, unknown or wrong.
     """
-    given = _read_file(config) if config is not None else {}
-    for key, value in options.items():
-        if value is not None:
-            given[key] = Given(value, f"--{key.replace('_', '-')}", Path())
+    given = _read(config, options)
 
     def require(key: str) -> Given:
-        if key not in given:
-            option = f"--{key.replace('_', '-')}"
-            place = f"{config} nor as" if config is not None else "a --config file nor as"
-            raise ConfigError(f"{key} is set neither in {place} {option}.")
-        return given[key]
+        return _require(given, key, config)
 
     def default(key: str, value: Any) -> Given:
         return given.get(key, Given(value, f"the default of {key}", Path()))
@@ -141,6 +134,41 @@ def load_targets(config: Path) -> tuple[Target, ...]:
     if not targets:
         raise ConfigError(f"{config}: notify: lists nobody to send to.")
     return targets
+
+
+def load_places(config: Path | None, options: Mapping[str, Any]) -> tuple[Path, Path]:
+    """Read and check only where the run folders and the database are, for who has no secret.
+
+    Args:
+        config: as for `load_settings`.
+        options: likewise.
+
+    Returns:
+        The folder that holds the run folders, and the database.
+
+    Raises:
+        ConfigError: as `load_settings`.
+    """
+    given = _read(config, options)
+    return read_path(_require(given, "runs", config)), read_path(
+        _require(given, "database", config)
+    )
+
+
+def _read(config: Path | None, options: Mapping[str, Any]) -> dict[str, Given]:
+    given = _read_file(config) if config is not None else {}
+    for key, value in options.items():
+        if value is not None:
+            given[key] = Given(value, f"--{key.replace('_', '-')}", Path())
+    return given
+
+
+def _require(given: Mapping[str, Given], key: str, config: Path | None) -> Given:
+    if key not in given:
+        option = f"--{key.replace('_', '-')}"
+        place = f"{config} nor as" if config is not None else "a --config file nor as"
+        raise ConfigError(f"{key} is set neither in {place} {option}.")
+    return given[key]
 
 
 def _read_file(path: Path) -> dict[str, Given]:

@@ -32,12 +32,12 @@ from pathlib import Path
 from typing import Any
 
 from alerting.control import Answer, Request
-from alerting.database import Database, StoreError
+from alerting.database import Database, Reader, StoreError
 from alerting.outbox import SCHEMA as OUTBOX_SCHEMA
 from alerting.outbox import News, Outbox
 from alerting.policy import Decision
 
-__all__ = ["Delivery", "Intent", "Store", "StoreError"]
+__all__ = ["Delivery", "Intent", "Store", "StoreError", "open_reader"]
 
 APPLICATION_ID = 0x61637477
 """The letters "actw"; `file` and SQLite show it."""
@@ -63,8 +63,12 @@ CREATE TABLE decisions (
 ) STRICT;
 CREATE INDEX decisions_of_delivery ON decisions (delivery_id);
 """
-SCHEMAS = (_DELIVERIES_SCHEMA, OUTBOX_SCHEMA)
-"""Versions 1 and 2. What was shipped once stays as it is; a change is one more of them."""
+_RUNS_SCHEMA = """
+CREATE INDEX decisions_of_run ON decisions (run, id);
+CREATE INDEX requests_of_run ON requests (run, id);
+"""
+SCHEMAS = (_DELIVERIES_SCHEMA, OUTBOX_SCHEMA, _RUNS_SCHEMA)
+"""Versions 1 to 3. What was shipped once stays as it is; a change is one more of them."""
 
 _INTENT = (
     "SELECT id, run, generation, action, alert, created_at, delivery_id, control FROM requests"
@@ -93,6 +97,15 @@ class Intent:
     request: Request
     delivery_id: int
     control: Path
+
+
+def open_reader(path: Path) -> Reader:
+    """The tables for somebody who only looks, whether or not a receiver runs.
+
+    Raises:
+        StoreError: it is not there, or of another version.
+    """
+    return Reader(path, APPLICATION_ID, len(SCHEMAS))
 
 
 class Store:
@@ -251,6 +264,10 @@ class Store:
                 self.outbox.insert(connection, news)
 
         self._database.submit(work).result()
+
+    def read(self, statement: str, *values: object) -> list[Any]:
+        """All rows of a SELECT over what is committed."""
+        return self._database.read(statement, *values)
 
     def _write(self, statement: str, *values: object) -> None:
         self._database.submit(lambda connection: connection.execute(statement, values)).result()
