@@ -75,7 +75,7 @@ act-alerting init --bot feishu --language zh
 ```"""
 
 
-STATUS_HELP = """Print a row a run: its guard's words, the open request, the last decision and answer.
+STATUS_HELP = """Print a row a run: its guard's words, open request, last decision and answer.
 
 Messages are counted by run: still to be sent, and given up within a day. The receiver need not run
 for this, and no secret is read. Where the output is no terminal, columns are separated by tabs.

@@ -111,6 +111,16 @@ def of_answer(
     )
 
 
+def of_watchdog(language: Language, seconds: float, *, back: bool) -> Message:
+    """The message that the watchdog stays away, or is back after `seconds`."""
+    key = "watchdog_back" if back else "watchdog_missed"
+    return Message(
+        language=language,
+        title=say(language, key, seconds=f"{seconds:.0f}"),
+        summary=(say(language, f"{key}_text"),),
+    )
+
+
 def of_test(language: Language) -> Message:
     """What `act-alerting send-test` sends."""
     return Message(

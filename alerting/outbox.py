@@ -17,7 +17,7 @@ from typing import Literal
 
 from alerting.control import Answer, Request
 from alerting.database import Database
-from alerting.message import of_alerts, of_answer, of_unreadable
+from alerting.message import of_alerts, of_answer, of_unreadable, of_watchdog
 from alerting.payload import Payload, PayloadError, parse
 from alerting.phrases import Language
 from alerting.text import Message
@@ -42,7 +42,7 @@ REPEAT_SHARE = 0.9
 """Copies within this share of Alertmanager's repeat interval are one message. The next reminder
 comes after all of it, measured from when the first was acknowledged, so a tenth is ample."""
 
-Kind = Literal["alerts", "outcome"]
+Kind = Literal["alerts", "outcome", "watchdog"]
 Result = Literal["sent", "failed"]
 
 
@@ -51,7 +51,8 @@ class News:
     """A message as it is recorded: its source, from which each language's text is made.
 
     Attributes:
-        kind: "alerts" (a notification of Alertmanager) or "outcome" (of a request to a guard).
+        kind: "alerts" (a notification of Alertmanager), "outcome" (of a request to a guard) or
+            "watchdog" (it stays away, or is back).
         key: equal for what must be told once.
         content: JSON.
         at: when it came, Unix seconds.
@@ -121,12 +122,20 @@ def news_of_answer(
     return News(kind="outcome", key=key, content=json.dumps(content), at=at)
 
 
+def news_of_watchdog(seconds: float, at: float, *, back: bool) -> News:
+    """The watchdog as news, each time: how long it was away, and whether it is back."""
+    content = json.dumps({"seconds": seconds, "back": back})
+    return News(kind="watchdog", key=f"watchdog {back} {at!r}", content=content, at=at)
+
+
 def compose(sending: Sending, language: Language, dashboard_url: str | None) -> Message:
     """The text of a recorded message."""
     try:
         if sending.kind == "alerts":
             return of_alerts(parse(sending.content), language, dashboard_url)
         content = json.loads(sending.content)
+        if sending.kind == "watchdog":
+            return of_watchdog(language, content["seconds"], back=content["back"])
         answer = content["answer"]
         return of_answer(
             Request(**content["request"]),

@@ -52,6 +52,13 @@ PHRASES: dict[Language, dict[str, str]] = {
         "asked_by": "Asked for by {alert}.",
         "detail": "The trainer says: {detail}",
         "problem": "What was seen: {detail}",
+        "watchdog_missed": "alerts do not get through: no watchdog for {seconds} s",
+        "watchdog_missed_text": (
+            "Prometheus, Alertmanager or the way from them to the receiver is down, so other "
+            "alerts may reach nobody either. See ActWatchdog in the runbook."
+        ),
+        "watchdog_back": "alerts get through again: the watchdog is back after {seconds} s",
+        "watchdog_back_text": "What fired meanwhile and still does is told by its own message.",
         "unreadable": "An alert came that cannot be shown",
         "test": "Test message of act-exporter",
         "test_text": "Alerts about your trainings arrive here. Nothing is wrong.",
@@ -92,6 +99,13 @@ PHRASES: dict[Language, dict[str, str]] = {
         "asked_by": "由告警 {alert} 请求。",
         "detail": "训练进程的说明：{detail}",
         "problem": "观察到的情况：{detail}",
+        "watchdog_missed": "告警通道中断：已有 {seconds} 秒没有收到看门狗告警",
+        "watchdog_missed_text": (
+            "Prometheus、Alertmanager 或它们到接收器的链路已中断，其他告警也可能无法送达。"
+            "请查看处理手册中的 ActWatchdog。"
+        ),
+        "watchdog_back": "告警通道已恢复：看门狗告警中断 {seconds} 秒后重新到达",
+        "watchdog_back_text": "中断期间触发且仍在持续的告警会另行通知。",
         "unreadable": "收到一条无法显示的告警",
         "test": "act-exporter 测试消息",
         "test_text": "训练任务的告警会发到这里。目前一切正常。",

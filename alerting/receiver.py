@@ -1,7 +1,8 @@
 """The webhook receiver's HTTP side: what Alertmanager posts is recorded, and only then acted upon.
 
 The order of `POST /alerts`: token, size, shape, record on the disk, answer, wake the worker.
-`POST /messages`, for people, has the same order; the messenger finds what is recorded by itself.
+`POST /messages`, for people, and `POST /watchdog` have the same order; the messenger and the worker
+find what is recorded by themselves.
 Each refusal is one sentence; none repeats the token or the input. Alertmanager sends a notification
 again for ever after a 5xx, so that is answered only when recording failed.
 """
@@ -35,6 +36,7 @@ from alerting.overview import find_run
 from alerting.payload import Payload, PayloadError, parse, schema
 from alerting.settings import Settings
 from alerting.store import Store, StoreError
+from alerting.watchdog import ALERTNAME, is_watchdog
 from alerting.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -160,6 +162,19 @@ def create_app(
                 # Not 202: Alertmanager would count as told what nobody reads.
                 raise _RejectedError(422, "Nobody is listed in the receiver's `notify:`.")
             return "message", store.outbox.add(news_of_group(payload, body, clock()))
+
+        return await take(request, credentials, record)
+
+    @app.post("/watchdog", status_code=202, response_model=None, openapi_extra=body_schema)
+    async def watchdog(
+        request: Request, credentials: HTTPAuthorizationCredentials | None = Depends(bearer)
+    ) -> Response:
+        """Take the watchdog (webhook payload, version 4), which says that alerts get through."""
+
+        def record(payload: Payload, _body: str) -> tuple[str, Future[int]]:
+            if not is_watchdog(payload):
+                raise _RejectedError(422, f"No firing {ALERTNAME} is among these alerts.")
+            return "watchdog", store.beats.add(clock())
 
         return await take(request, credentials, record)
 

@@ -35,6 +35,10 @@ DEFAULT_BACKUP_INTERVAL_SECONDS = 900.0
 DEFAULT_REPEAT_INTERVAL_SECONDS = 3600.0
 """The 60 minutes of alertmanager.yml."""
 
+DEFAULT_WATCHDOG_SECONDS = 300.0
+"""Five times the minute between two of alertmanager.yml's: three may be lost, or fall into a
+restart of Alertmanager or Prometheus, before anybody is told."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
@@ -51,6 +55,7 @@ class Settings:
         notify: who gets messages.
         dashboard_url: linked in messages; `{run}` in it stands for the run. None: no link.
         repeat_interval_seconds: Alertmanager's `repeat_interval` for people.
+        watchdog_seconds: how long the watchdog may stay away once it has come.
     """
 
     host: str
@@ -63,6 +68,7 @@ class Settings:
     notify: tuple[Target, ...] = ()
     dashboard_url: str | None = None
     repeat_interval_seconds: float = DEFAULT_REPEAT_INTERVAL_SECONDS
+    watchdog_seconds: float = DEFAULT_WATCHDOG_SECONDS
 
 
 KEYS = (
@@ -76,6 +82,7 @@ KEYS = (
     "notify",
     "dashboard_url",
     "repeat_interval_seconds",
+    "watchdog_seconds",
 )
 
 
@@ -117,6 +124,7 @@ def load_settings(config: Path | None, options: Mapping[str, Any]) -> Settings:
         repeat_interval_seconds=_seconds(
             default("repeat_interval_seconds", DEFAULT_REPEAT_INTERVAL_SECONDS)
         ),
+        watchdog_seconds=_positive(default("watchdog_seconds", DEFAULT_WATCHDOG_SECONDS)),
     )
 
 
@@ -217,6 +225,12 @@ def _seconds(given: Given) -> float:
     if not math.isfinite(value) or value < 0:
         raise given.error(f"must be 0 or more seconds, not {value!r}.")
     return float(value)
+
+
+def _positive(given: Given) -> float:
+    if (seconds := _seconds(given)) == 0:
+        raise given.error("must be more than 0 seconds.")
+    return seconds
 
 
 def _address(given: Given, *, allow_remote: bool) -> tuple[str, int]:

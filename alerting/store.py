@@ -12,11 +12,13 @@ Times are Unix seconds; a field without a value is NULL.
                  and from the guard's answer, NULL until it came: result ("done", "refused",
                  "failed", or the receiver's own word "lost"), detail, step, onset, checkpoint,
                  resumed_from, resumed_step, new_generation, answered_at
-    messages     id, received_at, kind ("alerts" or "outcome"), key (equal for what is told once),
-                 content (JSON: the payload, or the request with its answer)
+    messages     id, received_at, kind (see `outbox.Kind`), key (equal for what is told once),
+                 content (JSON: the payload, the request with its answer, or what else is told)
     sendings     message_id, target, attempts (begun so far), next_at (when the next is due),
                  begun_at (of the last one), ended_at (NULL until it was taken or given up),
                  result ("sent", "failed"), detail (what the target said last)
+    watchdog     one row once it has come: came (how often), last_at, missed_at (when people were
+                 told that it stays away, NULL while it does not)
 
 Every method that writes returns when the write is on the disk.
 """
@@ -36,6 +38,8 @@ from alerting.database import Database, Reader, StoreError
 from alerting.outbox import SCHEMA as OUTBOX_SCHEMA
 from alerting.outbox import News, Outbox
 from alerting.policy import Decision
+from alerting.watchdog import SCHEMA as WATCHDOG_SCHEMA
+from alerting.watchdog import Beats
 
 __all__ = ["Delivery", "Intent", "Store", "StoreError", "open_reader"]
 
@@ -67,8 +71,8 @@ _RUNS_SCHEMA = """
 CREATE INDEX decisions_of_run ON decisions (run, id);
 CREATE INDEX requests_of_run ON requests (run, id);
 """
-SCHEMAS = (_DELIVERIES_SCHEMA, OUTBOX_SCHEMA, _RUNS_SCHEMA)
-"""Versions 1 to 3. What was shipped once stays as it is; a change is one more of them."""
+SCHEMAS = (_DELIVERIES_SCHEMA, OUTBOX_SCHEMA, _RUNS_SCHEMA, WATCHDOG_SCHEMA)
+"""Versions 1 to 4. What was shipped once stays as it is; a change is one more of them."""
 
 _INTENT = (
     "SELECT id, run, generation, action, alert, created_at, delivery_id, control FROM requests"
@@ -118,6 +122,7 @@ class Store:
 
     Attributes:
         outbox: the messages.
+        beats: the watchdog's.
 
     Raises:
         ConfigError: the file cannot serve as this database (see `alerting.database`).
@@ -129,6 +134,7 @@ class Store:
     ) -> None:
         self._database = Database(path, application_id=APPLICATION_ID, schemas=SCHEMAS)
         self.outbox = Outbox(self._database, targets, repeat_interval_seconds)
+        self.beats = Beats(self._database, self.outbox if targets else None)
 
     def close(self) -> None:
         """Finish the writes that wait, and close the file."""

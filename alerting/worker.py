@@ -3,7 +3,8 @@
 It takes deliveries from the store only, so what a crash left unhandled is taken up at the next
 start like everything else. Each step can be repeated: a request is recorded with its id before it
 is claimed, so after a crash the control directory tells whether the claim had happened. It also
-collects the guards' answers, and leaves a message about each to those who are told.
+collects the guards' answers, leaves a message about each to those who are told, and looks whether
+the watchdog stays away.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from alerting.payload import PayloadError, parse
 from alerting.policy import Decision, Outcome, Wish, judge, read
 from alerting.settings import Settings
 from alerting.store import Delivery, Intent, Store, StoreError
+from alerting.watchdog import DeadMansSwitch
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +58,7 @@ class Worker:
         self._store = store
         self._metrics = metrics
         self._clock = clock
+        self._switch = DeadMansSwitch(store.beats, settings.watchdog_seconds, metrics, clock)
         self._wake = threading.Event()
         self._stopping = threading.Event()
         self._missing_since: dict[str, float] = {}
@@ -86,6 +89,7 @@ class Worker:
             try:
                 self._handle_recorded()
                 self._collect_answers()
+                self._switch.look()
             except StoreError as error:
                 log.warning("%s It is tried again.", error)
             except Exception:
