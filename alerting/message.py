@@ -111,6 +111,24 @@ def of_answer(
     )
 
 
+def of_overdue(
+    request: Request, seconds: float, language: Language, dashboard_url: str | None = None
+) -> Message:
+    """The message that a request is open for `seconds` and its trainer does not take it up."""
+    known = {
+        "run": clip(clean(request.run), MAX_NAME_BYTES),
+        "alert": clip(clean(request.alert), MAX_NAME_BYTES),
+        "minutes": f"{seconds / 60:.0f}",
+    }
+    keys = (f"overdue_{request.action}_text", "overdue_text", "asked_by")
+    return Message(
+        language=language,
+        title=line_of(say(language, f"overdue_{request.action}", **known)),
+        summary=tuple(line_of(say(language, key, **known)) for key in keys),
+        links=_links(language, [], request.run, dashboard_url),
+    )
+
+
 def of_watchdog(language: Language, seconds: float, *, back: bool) -> Message:
     """The message that the watchdog stays away, or is back after `seconds`."""
     key = "watchdog_back" if back else "watchdog_missed"

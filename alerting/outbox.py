@@ -17,7 +17,7 @@ from typing import Literal
 
 from alerting.control import Answer, Request
 from alerting.database import Database
-from alerting.message import of_alerts, of_answer, of_unreadable, of_watchdog
+from alerting.message import of_alerts, of_answer, of_overdue, of_unreadable, of_watchdog
 from alerting.payload import Payload, PayloadError, parse
 from alerting.phrases import Language
 from alerting.text import Message
@@ -42,7 +42,7 @@ REPEAT_SHARE = 0.9
 """Copies within this share of Alertmanager's repeat interval are one message. The next reminder
 comes after all of it, measured from when the first was acknowledged, so a tenth is ample."""
 
-Kind = Literal["alerts", "outcome", "watchdog"]
+Kind = Literal["alerts", "outcome", "overdue", "watchdog"]
 Result = Literal["sent", "failed"]
 
 
@@ -51,8 +51,8 @@ class News:
     """A message as it is recorded: its source, from which each language's text is made.
 
     Attributes:
-        kind: "alerts" (a notification of Alertmanager), "outcome" (of a request to a guard) or
-            "watchdog" (it stays away, or is back).
+        kind: "alerts" (a notification of Alertmanager), "outcome" (of a request to a guard),
+            "overdue" (a request that is not taken up) or "watchdog" (it stays away, or is back).
         key: equal for what must be told once.
         content: JSON.
         at: when it came, Unix seconds.
@@ -122,6 +122,12 @@ def news_of_answer(
     return News(kind="outcome", key=key, content=json.dumps(content), at=at)
 
 
+def news_of_overdue(request: Request, seconds: float, at: float) -> News:
+    """A request that was open for so long, once."""
+    content = json.dumps({"request": dataclasses.asdict(request), "seconds": seconds})
+    return News(kind="overdue", key=f"overdue {request.id}", content=content, at=at)
+
+
 def news_of_watchdog(seconds: float, at: float, *, back: bool) -> News:
     """The watchdog as news, each time: how long it was away, and whether it is back."""
     content = json.dumps({"seconds": seconds, "back": back})
@@ -134,6 +140,9 @@ def compose(sending: Sending, language: Language, dashboard_url: str | None) -> 
         if sending.kind == "alerts":
             return of_alerts(parse(sending.content), language, dashboard_url)
         content = json.loads(sending.content)
+        if sending.kind == "overdue":
+            request = Request(**content["request"])
+            return of_overdue(request, content["seconds"], language, dashboard_url)
         if sending.kind == "watchdog":
             return of_watchdog(language, content["seconds"], back=content["back"])
         answer = content["answer"]

@@ -52,6 +52,13 @@ PHRASES: dict[Language, dict[str, str]] = {
         "asked_by": "Asked for by {alert}.",
         "detail": "The trainer says: {detail}",
         "problem": "What was seen: {detail}",
+        "overdue_recover": "run {run} was asked to roll back {minutes} min ago and does not do it",
+        "overdue_recover_text": "Nobody has rolled it back; the request is still open.",
+        "overdue_checkpoint": (
+            "run {run} was asked for a backup {minutes} min ago and does not make it"
+        ),
+        "overdue_checkpoint_text": "There is no backup; the request is still open.",
+        "overdue_text": "Look whether its trainer still makes steps: a guard looks between two.",
         "watchdog_missed": "alerts do not get through: no watchdog for {seconds} s",
         "watchdog_missed_text": (
             "Prometheus, Alertmanager or the way from them to the receiver is down, so other "
@@ -99,6 +106,11 @@ PHRASES: dict[Language, dict[str, str]] = {
         "asked_by": "由告警 {alert} 请求。",
         "detail": "训练进程的说明：{detail}",
         "problem": "观察到的情况：{detail}",
+        "overdue_recover": "训练任务 {run} 在 {minutes} 分钟前被请求回滚，至今未执行",
+        "overdue_recover_text": "尚未回滚；请求仍未处理。",
+        "overdue_checkpoint": "训练任务 {run} 在 {minutes} 分钟前被请求备份，至今未执行",
+        "overdue_checkpoint_text": "尚无备份；请求仍未处理。",
+        "overdue_text": "请检查训练是否仍在推进：训练进程只在两步之间查看请求。",
         "watchdog_missed": "告警通道中断：已有 {seconds} 秒没有收到看门狗告警",
         "watchdog_missed_text": (
             "Prometheus、Alertmanager 或它们到接收器的链路已中断，其他告警也可能无法送达。"

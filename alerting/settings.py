@@ -39,6 +39,10 @@ DEFAULT_WATCHDOG_SECONDS = 300.0
 """Five times the minute between two of alertmanager.yml's: three may be lost, or fall into a
 restart of Alertmanager or Prometheus, before anybody is told."""
 
+DEFAULT_REQUEST_DEADLINE_SECONDS = 600.0
+"""A guard looks between two steps and answers when all is done. Ten minutes are enough for a step
+and for loading a large checkpoint, and what ActTrainerStalled takes for a trainer that hangs."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
@@ -56,6 +60,8 @@ class Settings:
         dashboard_url: linked in messages; `{run}` in it stands for the run. None: no link.
         repeat_interval_seconds: Alertmanager's `repeat_interval` for people.
         watchdog_seconds: how long the watchdog may stay away once it has come.
+        request_deadline_seconds: how long a request may be open before people are told.
+        escalate: program and arguments of a command that is run then; empty for none.
     """
 
     host: str
@@ -69,6 +75,8 @@ class Settings:
     dashboard_url: str | None = None
     repeat_interval_seconds: float = DEFAULT_REPEAT_INTERVAL_SECONDS
     watchdog_seconds: float = DEFAULT_WATCHDOG_SECONDS
+    request_deadline_seconds: float = DEFAULT_REQUEST_DEADLINE_SECONDS
+    escalate: tuple[str, ...] = ()
 
 
 KEYS = (
@@ -83,6 +91,8 @@ KEYS = (
     "dashboard_url",
     "repeat_interval_seconds",
     "watchdog_seconds",
+    "request_deadline_seconds",
+    "escalate",
 )
 
 
@@ -125,6 +135,10 @@ def load_settings(config: Path | None, options: Mapping[str, Any]) -> Settings:
             default("repeat_interval_seconds", DEFAULT_REPEAT_INTERVAL_SECONDS)
         ),
         watchdog_seconds=_positive(default("watchdog_seconds", DEFAULT_WATCHDOG_SECONDS)),
+        request_deadline_seconds=_positive(
+            default("request_deadline_seconds", DEFAULT_REQUEST_DEADLINE_SECONDS)
+        ),
+        escalate=_arguments(default("escalate", [])),
     )
 
 
@@ -225,6 +239,16 @@ def _seconds(given: Given) -> float:
     if not math.isfinite(value) or value < 0:
         raise given.error(f"must be 0 or more seconds, not {value!r}.")
     return float(value)
+
+
+def _arguments(given: Given) -> tuple[str, ...]:
+    value = given.value
+    # A line for a shell is refused: there is none, so it would be the name of a program.
+    if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
+        raise given.error(f"must be a list of a program and its arguments, not {value!r}.")
+    if value and not value[0]:
+        raise given.error("names no program.")
+    return tuple(value)
 
 
 def _positive(given: Given) -> float:

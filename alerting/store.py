@@ -11,7 +11,9 @@ Times are Unix seconds; a field without a value is NULL.
                  path), created_at, claimed_at (NULL: intended, not yet known to be claimed),
                  and from the guard's answer, NULL until it came: result ("done", "refused",
                  "failed", or the receiver's own word "lost"), detail, step, onset, checkpoint,
-                 resumed_from, resumed_step, new_generation, answered_at
+                 resumed_from, resumed_step, new_generation, answered_at; where it was open for too
+                 long: overdue_at (when people were told), escalated_at (when the command of
+                 `escalate:` was begun), escalation (what came of that)
     messages     id, received_at, kind (see `outbox.Kind`), key (equal for what is told once),
                  content (JSON: the payload, the request with its answer, or what else is told)
     sendings     message_id, target, attempts (begun so far), next_at (when the next is due),
@@ -71,11 +73,17 @@ _RUNS_SCHEMA = """
 CREATE INDEX decisions_of_run ON decisions (run, id);
 CREATE INDEX requests_of_run ON requests (run, id);
 """
-SCHEMAS = (_DELIVERIES_SCHEMA, OUTBOX_SCHEMA, _RUNS_SCHEMA, WATCHDOG_SCHEMA)
-"""Versions 1 to 4. What was shipped once stays as it is; a change is one more of them."""
+_OVERDUE_SCHEMA = """
+ALTER TABLE requests ADD COLUMN overdue_at REAL;
+ALTER TABLE requests ADD COLUMN escalated_at REAL;
+ALTER TABLE requests ADD COLUMN escalation TEXT;
+"""
+SCHEMAS = (_DELIVERIES_SCHEMA, OUTBOX_SCHEMA, _RUNS_SCHEMA, WATCHDOG_SCHEMA, _OVERDUE_SCHEMA)
+"""Versions 1 to 5. What was shipped once stays as it is; a change is one more of them."""
 
 _INTENT = (
-    "SELECT id, run, generation, action, alert, created_at, delivery_id, control FROM requests"
+    "SELECT id, run, generation, action, alert, created_at, delivery_id, control, overdue_at,"
+    " escalated_at FROM requests"
 )
 
 
@@ -96,11 +104,15 @@ class Intent:
         request: what will be, or was, claimed.
         delivery_id: the delivery that asked for it.
         control: path of the control directory that it goes to.
+        overdue_at: when it was found to be open for too long, None so far.
+        escalated_at: when it was handed to the command for that, None so far.
     """
 
     request: Request
     delivery_id: int
     control: Path
+    overdue_at: float | None = None
+    escalated_at: float | None = None
 
 
 def open_reader(path: Path) -> Reader:
@@ -271,6 +283,24 @@ class Store:
 
         self._database.submit(work).result()
 
+    def record_overdue(self, request_id: str, at: float, news: News | None) -> None:
+        """Record that a request is open for too long, with the message that tells of it."""
+
+        def work(connection: sqlite3.Connection) -> None:
+            connection.execute("UPDATE requests SET overdue_at = ? WHERE id = ?", (at, request_id))
+            if news is not None:
+                self.outbox.insert(connection, news)
+
+        self._database.submit(work).result()
+
+    def begin_escalation(self, request_id: str, at: float) -> None:
+        """Record that the command is about to be run; after a crash it is not run again."""
+        self._write("UPDATE requests SET escalated_at = ? WHERE id = ?", at, request_id)
+
+    def end_escalation(self, request_id: str, said: str) -> None:
+        """Record what came of the command."""
+        self._write("UPDATE requests SET escalation = ? WHERE id = ?", said, request_id)
+
     def read(self, statement: str, *values: object) -> list[Any]:
         """All rows of a SELECT over what is committed."""
         return self._database.read(statement, *values)
@@ -300,7 +330,7 @@ def _insert_decision(
 
 
 def _intent(row: tuple[Any, ...]) -> Intent:
-    identifier, run, generation, action, alert, created_at, delivery_id, control = row
+    identifier, run, generation, action, alert, created_at, delivery_id, control, *times = row
     return Intent(
         request=Request(
             id=identifier,
@@ -312,4 +342,6 @@ def _intent(row: tuple[Any, ...]) -> Intent:
         ),
         delivery_id=delivery_id,
         control=Path(control),
+        overdue_at=times[0],
+        escalated_at=times[1],
     )

@@ -17,9 +17,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from alerting.control import ACTIONS, Answer, ControlDirectory, Request, new_request_id
+from alerting.escalation import Escalation
 from alerting.exceptions import ControlError
 from alerting.metrics import NO_ACTION, Metrics
-from alerting.outbox import News, news_of_answer
+from alerting.outbox import News, news_of_answer, news_of_overdue
 from alerting.payload import PayloadError, parse
 from alerting.policy import Decision, Outcome, Wish, judge, read
 from alerting.settings import Settings
@@ -59,6 +60,7 @@ class Worker:
         self._metrics = metrics
         self._clock = clock
         self._switch = DeadMansSwitch(store.beats, settings.watchdog_seconds, metrics, clock)
+        self._escalation = Escalation(settings.escalate, store)
         self._wake = threading.Event()
         self._stopping = threading.Event()
         self._missing_since: dict[str, float] = {}
@@ -199,7 +201,10 @@ class Worker:
             try:
                 answer = control.read_answer(request.id)
                 if answer is None:
-                    self._watch_for_loss(request, _loss(control, request))
+                    loss = _loss(control, request)
+                    self._watch_for_loss(request, loss)
+                    if loss is None:
+                        self._watch_for_deadline(intent)
                     continue
             except (ControlError, OSError) as error:
                 self._watch_for_loss(request, str(error))
@@ -230,6 +235,25 @@ class Worker:
         except ControlError as error:
             log.warning("%s", error)
         return news_of_answer(request, answer, self._clock(), rollbacks_left=left)
+
+    def _watch_for_deadline(self, intent: Intent) -> None:
+        """Tell people of an open request that the trainer does not take up, and hand it on."""
+        request, now = intent.request, self._clock()
+        open_seconds = now - request.created_at
+        if intent.overdue_at is None:
+            if open_seconds < self._settings.request_deadline_seconds:
+                return
+            news = news_of_overdue(request, open_seconds, now)
+            self._store.record_overdue(request.id, now, news if self._settings.notify else None)
+            log.warning(
+                "The request %s (%s) to run %r is open for %.0f s: nobody takes it up.",
+                request.id,
+                request.action,
+                request.run,
+                open_seconds,
+            )
+        if self._settings.escalate and intent.escalated_at is None:
+            self._escalation.begin(request, now)
 
     def _watch_for_loss(self, request: Request, problem: str | None) -> None:
         if problem is None:

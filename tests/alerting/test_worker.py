@@ -8,7 +8,7 @@ import logging
 import sqlite3
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,8 @@ class Desk:
     clock: Clock
     worker: Worker | None = None
     told: tuple[str, ...] = ()
+    keys: dict[str, Any] = field(default_factory=dict)
+    """More settings."""
 
     @property
     def runs(self) -> Path:
@@ -79,6 +81,7 @@ class Desk:
                 Target(name=name, kind="webhook", language="en", notifier=Webhook("http://[::1]/"))
                 for name in self.told
             ),
+            **self.keys,
         )
         with self.store() as store:
             metrics = Metrics(registry or CollectorRegistry())
