@@ -7,6 +7,7 @@ are imported when used: without the extra `alerting` this says how to get them.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import logging
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
     import typer
 
+    from alerting.database import Reader
+    from alerting.mode import Mode
     from alerting.settings import Settings
     from alerting.targets import Target
 
@@ -87,6 +90,18 @@ act-alerting status --config receiver.yml
 ```
 
 The receiver answers the same as JSON at GET /runs/NAME, with the token."""
+
+
+MODE_HELP = """Switch whether trainers are asked for anything, while the receiver runs; or print it.
+
+In notify-only nobody is asked, and people are told what would have been asked. What is switched to
+is kept in the database and wins over `mode:` of the config, also after a restart.
+
+Example:
+
+```
+act-alerting mode notify-only --config receiver.yml
+```"""
 
 
 def main() -> None:
@@ -184,10 +199,29 @@ def _application() -> typer.Typer:
         runs: Path | None = typer.Option(None, help="Folder that holds the run folders."),
         database: Path | None = typer.Option(None, help="The receiver's SQLite file."),
     ) -> None:
-        from alerting.settings import load_places
+        from alerting.settings import load_mode, load_places
+
+        options = {"runs": runs, "database": database}
+        try:
+            _, configured = load_mode(config, options)
+            _print_status(*load_places(config, options), configured)
+        except ConfigError as error:
+            _fail(str(error), 2)
+        except AlertingError as error:
+            _fail(str(error), 1)
+
+    @app.command(help=MODE_HELP)
+    def mode(
+        mode: str | None = typer.Argument(None, help="act or notify-only; without, it is printed."),
+        config: Path | None = typer.Option(
+            None, envvar="ACT_RECEIVER_CONFIG", help="YAML file with the settings."
+        ),
+        database: Path | None = typer.Option(None, help="The receiver's SQLite file."),
+    ) -> None:
+        from alerting.settings import load_mode
 
         try:
-            _print_status(*load_places(config, {"runs": runs, "database": database}))
+            typer.echo(_mode(mode, *load_mode(config, {"database": database})))
         except ConfigError as error:
             _fail(str(error), 2)
         except AlertingError as error:
@@ -229,28 +263,48 @@ def _send_test(target: Target) -> bool:
     return taken
 
 
-def _print_status(runs: Path, database: Path) -> None:
-    from alerting.overview import all_runs, count_messages
+def _mode(wanted: str | None, database: Path, configured: Mode) -> str:
+    """Switch the mode, where one is wanted; a line about the one in force."""
+    from alerting.mode import MODES, switch, switched_to
+
+    chosen = next((mode for mode in MODES if mode == wanted), None)
+    if wanted is not None and chosen is None:
+        _fail(f"The mode must be one of {', '.join(MODES)}, not {wanted!r}.", 2)
+    with contextlib.closing(_open_reader(database)) as reader:
+        if chosen is not None:
+            switch(database, chosen, time.time())
+        now = switched_to(reader.read)
+    return f"{now} (switched to)" if now is not None else f"{configured} (of the config)"
+
+
+def _open_reader(database: Path) -> Reader:
     from alerting.store import open_reader
-    from alerting.table import print_runs
 
     if not database.exists():
         _fail(f"No receiver has run yet: there is no database {database}.", 1)
+    return open_reader(database)
+
+
+def _print_status(runs: Path, database: Path, configured: Mode) -> None:
+    from alerting.mode import switched_to
+    from alerting.overview import all_runs, count_messages
+    from alerting.table import print_runs
+
     now = time.time()
-    reader = open_reader(database)
-    try:
+    with contextlib.closing(_open_reader(database)) as reader:
         print_runs(all_runs(runs, reader.read, now), now, sys.stdout)
         waiting, failed = count_messages(reader.read, now).get("", (0, 0))
         if waiting or failed:
             sys.stdout.write(f"messages of no run: {waiting} waiting, {failed} failed\n")
-    finally:
-        reader.close()
+        if (switched_to(reader.read) or configured) == "notify-only":
+            sys.stdout.write("mode notify-only: no trainer is asked for anything\n")
 
 
 def _serve(settings: Settings) -> None:
     import uvicorn
     from prometheus_client import CollectorRegistry
 
+    from alerting.mode import switched_to
     from alerting.receiver import create_app
     from alerting.store import Store
 
@@ -280,6 +334,7 @@ def _serve(settings: Settings) -> None:
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, end)
             host, port = listener.getsockname()[:2]
+            log.info("Mode %s.", switched_to(store.read) or settings.mode)
             log.info("Listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
             if not settings.runs.is_dir():
                 log.warning("The runs folder %s does not exist yet.", settings.runs)

@@ -52,6 +52,12 @@ PHRASES: dict[Language, dict[str, str]] = {
         "asked_by": "Asked for by {alert}.",
         "detail": "The trainer says: {detail}",
         "problem": "What was seen: {detail}",
+        "notify_only": "What is done: nothing, in mode notify-only. Switch: act-alerting mode act",
+        "notify_only_recover": "run {run} was not asked to roll back (mode notify-only)",
+        "notify_only_checkpoint": "run {run} was not asked for a backup (mode notify-only)",
+        "notify_only_text": (
+            "In mode act its trainer would have been asked. To switch: act-alerting mode act"
+        ),
         "overdue_recover": "run {run} was asked to roll back {minutes} min ago and does not do it",
         "overdue_recover_text": "Nobody has rolled it back; the request is still open.",
         "overdue_checkpoint": (
@@ -106,6 +112,10 @@ PHRASES: dict[Language, dict[str, str]] = {
         "asked_by": "由告警 {alert} 请求。",
         "detail": "训练进程的说明：{detail}",
         "problem": "观察到的情况：{detail}",
+        "notify_only": "处置：仅通知模式，不会自动处理。恢复自动处置：act-alerting mode act",
+        "notify_only_recover": "仅通知模式：未请求训练任务 {run} 回滚",
+        "notify_only_checkpoint": "仅通知模式：未请求训练任务 {run} 备份",
+        "notify_only_text": "在自动处置模式下会向训练进程发出该请求。切换：act-alerting mode act",
         "overdue_recover": "训练任务 {run} 在 {minutes} 分钟前被请求回滚，至今未执行",
         "overdue_recover_text": "尚未回滚；请求仍未处理。",
         "overdue_checkpoint": "训练任务 {run} 在 {minutes} 分钟前被请求备份，至今未执行",

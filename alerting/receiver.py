@@ -31,6 +31,7 @@ from alerting.control import LIVE, ControlDirectory
 from alerting.exceptions import ControlError
 from alerting.messenger import Messenger
 from alerting.metrics import Metrics, WithoutCreated
+from alerting.mode import switched_to
 from alerting.outbox import news_of_group
 from alerting.overview import find_run
 from alerting.payload import Payload, PayloadError, parse, schema
@@ -187,6 +188,7 @@ def create_app(
         try:
             _check_token(credentials, settings.token)
             found = await asyncio.to_thread(find_run, settings.runs, run, store.read, clock())
+            mode = switched_to(store.read) or settings.mode
         except _RejectedError as error:
             return JSONResponse({"detail": str(error)}, 401, {"WWW-Authenticate": "Bearer"})
         except ControlError as error:
@@ -195,7 +197,7 @@ def create_app(
             return JSONResponse({"detail": str(error)}, 503)
         if found is None:
             return JSONResponse({"detail": "No guard has registered a run of this name."}, 404)
-        return JSONResponse(found.to_json())
+        return JSONResponse({**found.to_json(), "mode": mode})
 
     @app.get("/healthz")
     async def healthz() -> dict[str, str]:

@@ -16,6 +16,7 @@ import yaml
 
 from alerting.exceptions import ConfigError
 from alerting.given import Given, check_keys, is_loopback, read_path, read_secret
+from alerting.mode import MODES, Mode
 from alerting.targets import Target, read_targets
 from alerting.text import is_link
 
@@ -61,6 +62,7 @@ class Settings:
         repeat_interval_seconds: Alertmanager's `repeat_interval` for people.
         watchdog_seconds: how long the watchdog may stay away once it has come.
         request_deadline_seconds: how long a request may be open before people are told.
+        mode: whether trainers are asked, unless it was switched since (see `alerting.mode`).
         escalate: program and arguments of a command that is run then; empty for none.
     """
 
@@ -76,6 +78,7 @@ class Settings:
     repeat_interval_seconds: float = DEFAULT_REPEAT_INTERVAL_SECONDS
     watchdog_seconds: float = DEFAULT_WATCHDOG_SECONDS
     request_deadline_seconds: float = DEFAULT_REQUEST_DEADLINE_SECONDS
+    mode: Mode = "act"
     escalate: tuple[str, ...] = ()
 
 
@@ -93,6 +96,7 @@ KEYS = (
     "watchdog_seconds",
     "request_deadline_seconds",
     "escalate",
+    "mode",
 )
 
 
@@ -138,6 +142,7 @@ def load_settings(config: Path | None, options: Mapping[str, Any]) -> Settings:
         request_deadline_seconds=_positive(
             default("request_deadline_seconds", DEFAULT_REQUEST_DEADLINE_SECONDS)
         ),
+        mode=_mode(default("mode", "act")),
         escalate=_arguments(default("escalate", [])),
     )
 
@@ -175,6 +180,17 @@ def load_places(config: Path | None, options: Mapping[str, Any]) -> tuple[Path, 
     return read_path(_require(given, "runs", config)), read_path(
         _require(given, "database", config)
     )
+
+
+def load_mode(config: Path | None, options: Mapping[str, Any]) -> tuple[Path, Mode]:
+    """Read and check only the database and the mode, as `load_places` does.
+
+    Raises:
+        ConfigError: as `load_settings`.
+    """
+    given = _read(config, options)
+    mode = given.get("mode", Given("act", "the default of mode", Path()))
+    return read_path(_require(given, "database", config)), _mode(mode)
 
 
 def _read(config: Path | None, options: Mapping[str, Any]) -> dict[str, Given]:
@@ -239,6 +255,13 @@ def _seconds(given: Given) -> float:
     if not math.isfinite(value) or value < 0:
         raise given.error(f"must be 0 or more seconds, not {value!r}.")
     return float(value)
+
+
+def _mode(given: Given) -> Mode:
+    for mode in MODES:
+        if given.value == mode:
+            return mode
+    raise given.error(f"must be one of {', '.join(MODES)}, not {given.value!r}.")
 
 
 def _arguments(given: Given) -> tuple[str, ...]:

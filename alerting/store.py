@@ -21,6 +21,7 @@ Times are Unix seconds; a field without a value is NULL.
                  result ("sent", "failed"), detail (what the target said last)
     watchdog     one row once it has come: came (how often), last_at, missed_at (when people were
                  told that it stays away, NULL while it does not)
+    mode         one row once it was switched: mode (see `mode.MODES`), at
 
 Every method that writes returns when the write is on the disk.
 """
@@ -37,6 +38,7 @@ from typing import Any
 
 from alerting.control import Answer, Request
 from alerting.database import Database, Reader, StoreError
+from alerting.mode import SCHEMA as MODE_SCHEMA
 from alerting.outbox import SCHEMA as OUTBOX_SCHEMA
 from alerting.outbox import News, Outbox
 from alerting.policy import Decision
@@ -78,8 +80,15 @@ ALTER TABLE requests ADD COLUMN overdue_at REAL;
 ALTER TABLE requests ADD COLUMN escalated_at REAL;
 ALTER TABLE requests ADD COLUMN escalation TEXT;
 """
-SCHEMAS = (_DELIVERIES_SCHEMA, OUTBOX_SCHEMA, _RUNS_SCHEMA, WATCHDOG_SCHEMA, _OVERDUE_SCHEMA)
-"""Versions 1 to 5. What was shipped once stays as it is; a change is one more of them."""
+SCHEMAS = (
+    _DELIVERIES_SCHEMA,
+    OUTBOX_SCHEMA,
+    _RUNS_SCHEMA,
+    WATCHDOG_SCHEMA,
+    _OVERDUE_SCHEMA,
+    MODE_SCHEMA,
+)
+"""Versions 1 to 6. What was shipped once stays as it is; a change is one more of them."""
 
 _INTENT = (
     "SELECT id, run, generation, action, alert, created_at, delivery_id, control, overdue_at,"
@@ -228,9 +237,17 @@ class Store:
         self._write("DELETE FROM requests WHERE id = ?", intent.request.id)
 
     def decide(
-        self, delivery_id: int, decision: Decision, at: float, intent: Intent | None = None
+        self,
+        delivery_id: int,
+        decision: Decision,
+        at: float,
+        intent: Intent | None = None,
+        news: News | None = None,
     ) -> None:
-        """Record a decision and what became of its intended request: claimed, or never made."""
+        """Record a decision, what became of its intended request, and the message that tells of it.
+
+        The request was claimed or never made.
+        """
 
         def work(connection: sqlite3.Connection) -> None:
             _insert_decision(connection, delivery_id, decision, at)
@@ -241,6 +258,8 @@ class Store:
                     else "DELETE FROM requests WHERE id = :id"
                 )
                 connection.execute(statement, {"at": at, "id": intent.request.id})
+            if news is not None:
+                self.outbox.insert(connection, news)
 
         self._database.submit(work).result()
 

@@ -20,7 +20,8 @@ from alerting.control import ACTIONS, Answer, ControlDirectory, Request, new_req
 from alerting.escalation import Escalation
 from alerting.exceptions import ControlError
 from alerting.metrics import NO_ACTION, Metrics
-from alerting.outbox import News, news_of_answer, news_of_overdue
+from alerting.mode import switched_to
+from alerting.outbox import News, news_of_answer, news_of_notify_only, news_of_overdue
 from alerting.payload import PayloadError, parse
 from alerting.policy import Decision, Outcome, Wish, judge, read
 from alerting.settings import Settings
@@ -151,7 +152,10 @@ class Worker:
                     decision = considered
         except (ControlError, OSError) as error:
             decision = _decide(wish, "failed", str(error))
-        self._store.decide(delivery_id, decision, self._clock(), intent)
+        news = None
+        if decision.outcome == "notify-only" and self._settings.notify:
+            news = news_of_notify_only(decision, self._clock())
+        self._store.decide(delivery_id, decision, self._clock(), intent, news)
         self._announce(delivery_id, decision)
 
     def _consider(self, delivery_id: int, wish: Wish) -> Intent | Decision:
@@ -169,6 +173,9 @@ class Worker:
         )
         if refusal is not None or control is None or status is None:
             return refusal or _decide(wish, "failed", "the run's status vanished while it was read")
+        if (switched_to(self._store.read) or self._settings.mode) == "notify-only":
+            reason = f"in mode notify-only the guard of generation {status.generation} is not asked"
+            return replace(_decide(wish, "notify-only", reason), generation=status.generation)
         request = Request(
             id=new_request_id(),
             run=wish.run,

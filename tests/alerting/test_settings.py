@@ -55,6 +55,7 @@ class TestShippedFile:
         assert content["watchdog_seconds"] == DEFAULT_WATCHDOG_SECONDS
         assert content["request_deadline_seconds"] == DEFAULT_REQUEST_DEADLINE_SECONDS
         assert content["escalate"] is None
+        assert content["mode"] == "act"
 
     def test_loads_once_there_is_a_token(self, folder: Path) -> None:
         settings = load_settings(SHIPPED, {"token_file": folder / "token"})
@@ -196,6 +197,7 @@ class TestMistakes:
             ({"escalate": "restart now"}, "escalate: must be a list of a program and its arg"),
             ({"escalate": ["restart", 5]}, "escalate: must be a list of a program and its arg"),
             ({"escalate": [""]}, "escalate: names no program"),
+            ({"mode": "dry-run"}, "mode: must be one of act, notify-only, not 'dry-run'"),
             ({"token_fil": "token"}, "unknown key 'token_fil'; did you mean token_file"),
             ({"colour": "blue"}, "unknown key 'colour'; known are listen"),
         ],

@@ -289,7 +289,7 @@ class TestOpening:
         other = sqlite3.connect(path)
         other.execute("PRAGMA user_version = 99")
         other.close()
-        with pytest.raises(ConfigError, match=r"schema version 99; .* uses 5"):
+        with pytest.raises(ConfigError, match=r"schema version 99; .* uses 6"):
             Store(path)
 
     def test_a_damaged_file_is_named(self, path: Path) -> None:
