@@ -1,8 +1,9 @@
 """`act-alerting`: the receiver's command line, the one place that reads the environment.
 
 Exit codes: 0 after a clean end; 1 when the port is in use, a test message was not taken, a file
-would be overwritten or the database cannot be read; 2 when a setting is wrong. typer and the server
-are imported when used: without the extra `alerting` this says how to get them.
+would be overwritten, an alert reaches nobody or the database cannot be read; 2 when a setting is
+wrong. typer and the server are imported when used: without the extra `alerting` this says how to
+get them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import importlib.metadata
 import importlib.util
 import logging
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -101,6 +103,18 @@ Example:
 
 ```
 act-alerting mode notify-only --config receiver.yml
+```"""
+
+
+CHECK_HELP = """Say to whom an alertmanager.yml brings each shipped alert, and whom `notify:` lists.
+
+amtool checks the file and answers for the routes. Exit code 1 where an alert reaches nobody, those
+of severity info aside, which are only shown.
+
+Example:
+
+```
+act-alerting check alertmanager.yml --config receiver.yml
 ```"""
 
 
@@ -227,6 +241,21 @@ def _application() -> typer.Typer:
         except AlertingError as error:
             _fail(str(error), 1)
 
+    @app.command(help=CHECK_HELP)
+    def check(
+        alertmanager: Path = typer.Argument(..., help="The alertmanager.yml."),
+        config: Path | None = typer.Option(
+            None, envvar="ACT_RECEIVER_CONFIG", help="YAML file with the receiver's settings."
+        ),
+        amtool: Path | None = typer.Option(None, help="Alertmanager's tool; else from the PATH."),
+    ) -> None:
+        try:
+            _check(alertmanager, config, amtool)
+        except ConfigError as error:
+            _fail(str(error), 2)
+        except AlertingError as error:
+            _fail(str(error), 1)
+
     @app.command(help=SEND_TEST_HELP)
     def send_test(
         config: Path = typer.Option(
@@ -261,6 +290,24 @@ def _send_test(target: Target) -> bool:
         said, taken = f"not taken: {error}", False
     sys.stdout.write(f"{target.name} ({target.kind}): {said}\n")
     return taken
+
+
+def _check(alertmanager: Path, config: Path | None, amtool: Path | None) -> None:
+    from alerting.check import check_alertmanager
+    from alerting.settings import load_notify
+
+    tool = shutil.which(amtool or "amtool")
+    if tool is None:
+        _fail(f"{amtool or 'amtool'} is not there; it comes with Alertmanager. See --amtool.", 2)
+    targets = load_notify(config) if config is not None else ()
+    lines, lost = check_alertmanager(alertmanager, Path(tool), targets)
+    for line in lines:
+        sys.stdout.write(f"{line}\n")
+    listed = ", ".join(f"{target.name} ({target.kind}, {target.language})" for target in targets)
+    if config is not None:
+        sys.stdout.write(f"notify: in {config} lists {listed or 'nobody'}\n")
+    if lost:
+        _fail(f"{alertmanager}: reaches nobody: {', '.join(lost)}.", 1)
 
 
 def _mode(wanted: str | None, database: Path, configured: Mode) -> str:

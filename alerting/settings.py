@@ -156,11 +156,15 @@ def load_targets(config: Path) -> tuple[Target, ...]:
     Raises:
         ConfigError: as `load_settings`, or nobody gets any.
     """
-    given = _read_file(config)
-    targets = read_targets(given["notify"]) if "notify" in given else ()
-    if not targets:
+    if not (targets := load_notify(config)):
         raise ConfigError(f"{config}: notify: lists nobody to send to.")
     return targets
+
+
+def load_notify(config: Path) -> tuple[Target, ...]:
+    """The same where nobody may be listed."""
+    given = _read_file(config)
+    return read_targets(given["notify"]) if "notify" in given else ()
 
 
 def load_places(config: Path | None, options: Mapping[str, Any]) -> tuple[Path, Path]:
