@@ -221,6 +221,7 @@ ALERTS_ZH: dict[str, tuple[str, str]] = {
     "ActRollbackBudgetSpent": ("", "已没有剩余的回滚次数"),
     "ActReceiverDown": (r"at (\S+) does", "接收器 {value} 没有响应"),
     "ActNotificationsFailing": (r'by "(.+)"', "Alertmanager 无法通过 {value} 投递消息"),
+    "ActMessagesFailing": (r'to "(.+)"', "接收器无法向 {value} 投递消息"),
     "ActWatchdog": ("", "告警通道正常"),
 }
 """Alert name to where its summary has the value (a pattern with one group, "" for none), and what

@@ -69,6 +69,7 @@ RECEIVERS = {
     "ActRollbackBudgetSpent": "people",
     "ActReceiverDown": "people",
     "ActNotificationsFailing": "people",
+    "ActMessagesFailing": "people",
     # The receiver tells people when it stays away; itself it is never for people.
     "ActWatchdog": "watchdog",
 }
