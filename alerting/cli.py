@@ -40,83 +40,6 @@ LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 GRACE_SECONDS = 3
 """How long open connections may finish after SIGTERM; what is cut off is sent again."""
 
-SERVE_HELP = """Receive Alertmanager's notifications and ask the trainers for backups and rollbacks.
-
-Alertmanager posts to http://ADDRESS/alerts with the token of the token file. Each notification is
-recorded in the database first; then the run that it names is looked up among the folders in the
-runs folder, and a request is put into its control directory, where the trainer's guard finds it.
-
-Example:
-
-```
-(umask 077; openssl rand -hex 32 > receiver-token)
-act-alerting serve --runs runs --database db.sqlite \\
-    --token-file receiver-token
-```
-
-The config file holds the same keys and more, each with its reason: see alerting/receiver.yml.
-What is given here wins over the file. ACT_LOG_LEVEL is DEBUG, INFO (default), WARNING or ERROR."""
-
-SEND_TEST_HELP = """Send one test message to each target of `notify:`, and print what came back.
-
-Exit code 0 only if all of them took it.
-
-Example:
-
-```
-(umask 077; printf %s 'https://open.feishu.cn/...' > feishu-url)
-act-alerting send-test --config receiver.yml --only oncall
-```"""
-
-INIT_HELP = """Write a config with a reason beside each key, and a file with a random token.
-
-With --bot the config has an entry for that bot, and there are empty files for its address and its
-secret, which only you can read. Nothing that exists is overwritten.
-
-Example:
-
-```
-act-alerting init --bot feishu --language zh
-```"""
-
-
-STATUS_HELP = """Print a row a run: its guard's words, open request, last decision and answer.
-
-Messages are counted by run: still to be sent, and given up within a day. The receiver need not run
-for this, and no secret is read. Where the output is no terminal, columns are separated by tabs.
-
-Example:
-
-```
-act-alerting status --config receiver.yml
-```
-
-The receiver answers the same as JSON at GET /runs/NAME, with the token."""
-
-
-MODE_HELP = """Switch whether trainers are asked for anything, while the receiver runs; or print it.
-
-In notify-only nobody is asked, and people are told what would have been asked. What is switched to
-is kept in the database and wins over `mode:` of the config, also after a restart.
-
-Example:
-
-```
-act-alerting mode notify-only --config receiver.yml
-```"""
-
-
-CHECK_HELP = """Say to whom an alertmanager.yml brings each shipped alert, and whom `notify:` lists.
-
-amtool checks the file and answers for the routes. Exit code 1 where an alert reaches nobody, those
-of severity info aside, which are only shown.
-
-Example:
-
-```
-act-alerting check alertmanager.yml --config receiver.yml
-```"""
-
 
 def main() -> None:
     """Entry point of `act-alerting`."""
@@ -129,6 +52,8 @@ def main() -> None:
 
 def _application() -> typer.Typer:
     import typer
+
+    from alerting import help as texts
 
     # Plain tracebacks: typer's show the values of locals, and one of those is the token.
     app = typer.Typer(
@@ -152,7 +77,7 @@ def _application() -> typer.Typer:
     ) -> None:
         pass
 
-    @app.command(help=SERVE_HELP)
+    @app.command(help=texts.SERVE_HELP)
     def serve(
         config: Path | None = typer.Option(
             None, envvar="ACT_RECEIVER_CONFIG", help="YAML file with the settings."
@@ -179,8 +104,10 @@ def _application() -> typer.Typer:
             _serve(settings)
         except ConfigError as error:
             _fail(str(error), 2)
+        except AlertingError as error:
+            _fail(str(error), 1)
 
-    @app.command(help=INIT_HELP)
+    @app.command(help=texts.INIT_HELP)
     def init(
         folder: Path = typer.Argument(Path(), help="Where to write; created where missing."),
         bot: list[str] = typer.Option(
@@ -205,7 +132,7 @@ def _application() -> typer.Typer:
         for line in next_commands(folder, bot):
             typer.echo(f"  {line}")
 
-    @app.command(help=STATUS_HELP)
+    @app.command(help=texts.STATUS_HELP)
     def status(
         config: Path | None = typer.Option(
             None, envvar="ACT_RECEIVER_CONFIG", help="YAML file with the settings."
@@ -224,7 +151,7 @@ def _application() -> typer.Typer:
         except AlertingError as error:
             _fail(str(error), 1)
 
-    @app.command(help=MODE_HELP)
+    @app.command(help=texts.MODE_HELP)
     def mode(
         mode: str | None = typer.Argument(None, help="act or notify-only; without, it is printed."),
         config: Path | None = typer.Option(
@@ -241,7 +168,7 @@ def _application() -> typer.Typer:
         except AlertingError as error:
             _fail(str(error), 1)
 
-    @app.command(help=CHECK_HELP)
+    @app.command(help=texts.CHECK_HELP)
     def check(
         alertmanager: Path = typer.Argument(..., help="The alertmanager.yml."),
         config: Path | None = typer.Option(
@@ -256,7 +183,7 @@ def _application() -> typer.Typer:
         except AlertingError as error:
             _fail(str(error), 1)
 
-    @app.command(help=SEND_TEST_HELP)
+    @app.command(help=texts.SEND_TEST_HELP)
     def send_test(
         config: Path = typer.Option(
             ..., envvar="ACT_RECEIVER_CONFIG", help="YAML file with the settings."

@@ -67,7 +67,9 @@ class Beats:
         def work(connection: sqlite3.Connection) -> int:
             row = connection.execute("SELECT last_at, missed_at FROM watchdog").fetchone()
             if row is not None and row[1] is not None and self._outbox is not None:
-                self._outbox.insert(connection, news_of_watchdog(at - row[0], at, back=True))
+                self._outbox.insert(
+                    connection, news_of_watchdog(max(0.0, at - row[0]), at, back=True)
+                )
             connection.execute(
                 "INSERT INTO watchdog (id, came, last_at) VALUES (1, 1, ?) ON CONFLICT (id)"
                 " DO UPDATE SET came = came + 1, last_at = excluded.last_at, missed_at = NULL",
@@ -91,7 +93,7 @@ class Beats:
                 (now, beat.last_at),
             ).rowcount
             if missed and self._outbox is not None:
-                news = news_of_watchdog(now - beat.last_at, now, back=False)
+                news = news_of_watchdog(max(0.0, now - beat.last_at), now, back=False)
                 self._outbox.insert(connection, news)
             return bool(missed)
 

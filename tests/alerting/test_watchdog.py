@@ -205,7 +205,7 @@ class TestPost:
 class TestAlertmanager:
     def test_ended_and_started_again(self, tmp_path: Path) -> None:
         """The shipped route, a hundred times as fast, through a real Alertmanager."""
-        seconds = 3
+        seconds = 6
         with (
             FeishuBot().serving() as bot,
             receiving(tmp_path, keys={"watchdog_seconds": seconds}, feishu=bot) as receiver,

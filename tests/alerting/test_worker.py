@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
+from alerting.answers import LOST_AFTER_SECONDS
 from alerting.control import Answer, ControlDirectory, Request
 from alerting.metrics import Metrics
 from alerting.notifiers.webhook import Webhook
 from alerting.settings import Settings
 from alerting.store import Intent, Store
 from alerting.targets import Target
-from alerting.worker import LOST_AFTER_SECONDS, Worker
+from alerting.worker import Worker
 from deploy.demo.servers import wait_for
 from tests.alerting.deliveries import RUN, alert, register, status, text
 from tests.alerting.test_control import answer_to
