@@ -19,7 +19,7 @@ from alerting.overview import Overview
 from alerting.table import COLUMNS, ago, print_runs
 from deploy.demo.servers import wait_for
 from tests.alerting.bots import FeishuBot
-from tests.alerting.deliveries import alert, register, status
+from tests.alerting.deliveries import alert, register, status, text
 from tests.alerting.test_cli import COMMAND, run
 from tests.alerting.test_control import answer_to
 from tests.alerting.test_messages import receiving as telling
@@ -100,6 +100,18 @@ class TestBoth:
                 lambda: [row["messages"] for row in printed(receiver)] == ["0 waiting, 1 failed"],
                 "the failure to be shown",
             )
+
+    def test_messages_of_no_run_have_a_line_of_their_own(self, tmp_path: Path) -> None:
+        with (
+            FeishuBot(answers=[(503, {}, b"")] * 50).serving() as bot,
+            telling(tmp_path, feishu=bot) as receiver,
+        ):
+            group = text(alert("ActExporterDown", run=None), groupLabels={}, commonLabels={})
+            headers = {"Authorization": f"Bearer {TOKEN}"}
+            url = f"{receiver.address}/messages"
+            assert requests.post(url, group, headers=headers, timeout=TIMEOUT).status_code == 202
+            answer = run("status", "--config", tmp_path / "receiver.yml")
+            assert answer.stdout.splitlines()[1:] == ["messages of no run: 1 waiting, 0 failed"]
 
 
 class TestGet:
