@@ -1,29 +1,36 @@
 """`act-alerting`: the receiver's command line, the one place that reads the environment.
 
-Exit codes: 0 after a clean end, 1 when the port is in use or a test message was not taken, 2 when a
-setting is wrong. typer and the
-server are imported when used: without the extra `alerting` this says how to get them.
+Exit codes: 0 after a clean end; 1 when the port is in use, a test message was not taken, a file
+would be overwritten, an alert reaches nobody or the database cannot be read; 2 when a setting is
+wrong. typer and the server are imported when used: without the extra `alerting` this says how to
+get them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import logging
 import os
+import shutil
 import signal
 import socket
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from alerting.exceptions import ConfigError, NotSentError
+from alerting.exceptions import AlertingError, ConfigError, NotSentError
+from alerting.phrases import LANGUAGES
 
 if TYPE_CHECKING:
     from types import FrameType
 
     import typer
 
+    from alerting.database import Reader
+    from alerting.mode import Mode
     from alerting.settings import Settings
     from alerting.targets import Target
 
@@ -32,34 +39,6 @@ log = logging.getLogger(__name__)
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 GRACE_SECONDS = 3
 """How long open connections may finish after SIGTERM; what is cut off is sent again."""
-
-SERVE_HELP = """Receive Alertmanager's notifications and ask the trainers for backups and rollbacks.
-
-Alertmanager posts to http://ADDRESS/alerts with the token of the token file. Each notification is
-recorded in the database first; then the run that it names is looked up among the folders in the
-runs folder, and a request is put into its control directory, where the trainer's guard finds it.
-
-Example:
-
-```
-(umask 077; openssl rand -hex 32 > receiver-token)
-act-alerting serve --runs runs --database db.sqlite \\
-    --token-file receiver-token
-```
-
-The config file holds the same keys and more, each with its reason: see alerting/receiver.yml.
-What is given here wins over the file. ACT_LOG_LEVEL is DEBUG, INFO (default), WARNING or ERROR."""
-
-SEND_TEST_HELP = """Send one test message to each target of `notify:`, and print what came back.
-
-Exit code 0 only if all of them took it.
-
-Example:
-
-```
-(umask 077; printf %s 'https://open.feishu.cn/...' > feishu-url)
-act-alerting send-test --config receiver.yml --only oncall
-```"""
 
 
 def main() -> None:
@@ -73,6 +52,8 @@ def main() -> None:
 
 def _application() -> typer.Typer:
     import typer
+
+    from alerting import help as texts
 
     # Plain tracebacks: typer's show the values of locals, and one of those is the token.
     app = typer.Typer(
@@ -96,7 +77,7 @@ def _application() -> typer.Typer:
     ) -> None:
         pass
 
-    @app.command(help=SERVE_HELP)
+    @app.command(help=texts.SERVE_HELP)
     def serve(
         config: Path | None = typer.Option(
             None, envvar="ACT_RECEIVER_CONFIG", help="YAML file with the settings."
@@ -123,8 +104,86 @@ def _application() -> typer.Typer:
             _serve(settings)
         except ConfigError as error:
             _fail(str(error), 2)
+        except AlertingError as error:
+            _fail(str(error), 1)
 
-    @app.command(help=SEND_TEST_HELP)
+    @app.command(help=texts.INIT_HELP)
+    def init(
+        folder: Path = typer.Argument(Path(), help="Where to write; created where missing."),
+        bot: list[str] = typer.Option(
+            [], help="feishu (Lark too), dingtalk or wecom; may be given several times."
+        ),
+        language: str = typer.Option("en", help="Of the bots' messages: en or zh."),
+    ) -> None:
+        from alerting.init import BOT_FILES, next_commands, write_folder
+
+        for name in bot:
+            if name not in BOT_FILES:
+                _fail(f"--bot: must be one of {', '.join(BOT_FILES)}, not {name!r}.", 2)
+        if language not in LANGUAGES:
+            _fail(f"--language: must be one of {', '.join(LANGUAGES)}, not {language!r}.", 2)
+        try:
+            written = write_folder(folder, bot, language)
+        except ConfigError as error:
+            _fail(str(error), 1)
+        for path in written:
+            typer.echo(f"wrote {path}")
+        typer.echo("\nNext:")
+        for line in next_commands(folder, bot):
+            typer.echo(f"  {line}")
+
+    @app.command(help=texts.STATUS_HELP)
+    def status(
+        config: Path | None = typer.Option(
+            None, envvar="ACT_RECEIVER_CONFIG", help="YAML file with the settings."
+        ),
+        runs: Path | None = typer.Option(None, help="Folder that holds the run folders."),
+        database: Path | None = typer.Option(None, help="The receiver's SQLite file."),
+    ) -> None:
+        from alerting.settings import load_mode, load_places
+
+        options = {"runs": runs, "database": database}
+        try:
+            _, configured = load_mode(config, options)
+            _print_status(*load_places(config, options), configured)
+        except ConfigError as error:
+            _fail(str(error), 2)
+        except AlertingError as error:
+            _fail(str(error), 1)
+
+    @app.command(help=texts.MODE_HELP)
+    def mode(
+        mode: str | None = typer.Argument(None, help="act or notify-only; without, it is printed."),
+        config: Path | None = typer.Option(
+            None, envvar="ACT_RECEIVER_CONFIG", help="YAML file with the settings."
+        ),
+        database: Path | None = typer.Option(None, help="The receiver's SQLite file."),
+    ) -> None:
+        from alerting.settings import load_mode
+
+        try:
+            typer.echo(_mode(mode, *load_mode(config, {"database": database})))
+        except ConfigError as error:
+            _fail(str(error), 2)
+        except AlertingError as error:
+            _fail(str(error), 1)
+
+    @app.command(help=texts.CHECK_HELP)
+    def check(
+        alertmanager: Path = typer.Argument(..., help="The alertmanager.yml."),
+        config: Path | None = typer.Option(
+            None, envvar="ACT_RECEIVER_CONFIG", help="YAML file with the receiver's settings."
+        ),
+        amtool: Path | None = typer.Option(None, help="Alertmanager's tool; else from the PATH."),
+    ) -> None:
+        try:
+            _check(alertmanager, config, amtool)
+        except ConfigError as error:
+            _fail(str(error), 2)
+        except AlertingError as error:
+            _fail(str(error), 1)
+
+    @app.command(help=texts.SEND_TEST_HELP)
     def send_test(
         config: Path = typer.Option(
             ..., envvar="ACT_RECEIVER_CONFIG", help="YAML file with the settings."
@@ -160,10 +219,66 @@ def _send_test(target: Target) -> bool:
     return taken
 
 
+def _check(alertmanager: Path, config: Path | None, amtool: Path | None) -> None:
+    from alerting.check import check_alertmanager
+    from alerting.settings import load_notify
+
+    tool = shutil.which(amtool or "amtool")
+    if tool is None:
+        _fail(f"{amtool or 'amtool'} is not there; it comes with Alertmanager. See --amtool.", 2)
+    targets = load_notify(config) if config is not None else ()
+    lines, lost = check_alertmanager(alertmanager, Path(tool), targets)
+    for line in lines:
+        sys.stdout.write(f"{line}\n")
+    listed = ", ".join(f"{target.name} ({target.kind}, {target.language})" for target in targets)
+    if config is not None:
+        sys.stdout.write(f"notify: in {config} lists {listed or 'nobody'}\n")
+    if lost:
+        _fail(f"{alertmanager}: reaches nobody: {', '.join(lost)}.", 1)
+
+
+def _mode(wanted: str | None, database: Path, configured: Mode) -> str:
+    """Switch the mode, where one is wanted; a line about the one in force."""
+    from alerting.mode import MODES, switch, switched_to
+
+    chosen = next((mode for mode in MODES if mode == wanted), None)
+    if wanted is not None and chosen is None:
+        _fail(f"The mode must be one of {', '.join(MODES)}, not {wanted!r}.", 2)
+    with contextlib.closing(_open_reader(database)) as reader:
+        if chosen is not None:
+            switch(database, chosen, time.time())
+        now = switched_to(reader.read)
+    return f"{now} (switched to)" if now is not None else f"{configured} (of the config)"
+
+
+def _open_reader(database: Path) -> Reader:
+    from alerting.store import open_reader
+
+    if not database.exists():
+        _fail(f"No receiver has run yet: there is no database {database}.", 1)
+    return open_reader(database)
+
+
+def _print_status(runs: Path, database: Path, configured: Mode) -> None:
+    from alerting.mode import switched_to
+    from alerting.overview import all_runs, count_messages
+    from alerting.table import print_runs
+
+    now = time.time()
+    with contextlib.closing(_open_reader(database)) as reader:
+        print_runs(all_runs(runs, reader.read, now), now, sys.stdout)
+        waiting, failed = count_messages(reader.read, now).get("", (0, 0))
+        if waiting or failed:
+            sys.stdout.write(f"messages of no run: {waiting} waiting, {failed} failed\n")
+        if (switched_to(reader.read) or configured) == "notify-only":
+            sys.stdout.write("mode notify-only: no trainer is asked for anything\n")
+
+
 def _serve(settings: Settings) -> None:
     import uvicorn
     from prometheus_client import CollectorRegistry
 
+    from alerting.mode import switched_to
     from alerting.receiver import create_app
     from alerting.store import Store
 
@@ -193,6 +308,7 @@ def _serve(settings: Settings) -> None:
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, end)
             host, port = listener.getsockname()[:2]
+            log.info("Mode %s.", switched_to(store.read) or settings.mode)
             log.info("Listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
             if not settings.runs.is_dir():
                 log.warning("The runs folder %s does not exist yet.", settings.runs)

@@ -38,6 +38,53 @@ class _Write:
     future: Future[Any]
 
 
+class Reader:
+    """What is committed in a database, for anybody: it takes no lock and writes nothing.
+
+    Args:
+        path: the file.
+        application_id: as for `Database`.
+        version: how many schemas the file must have.
+
+    Raises:
+        StoreError: it is not there, another program's or of another version.
+    """
+
+    def __init__(self, path: Path, application_id: int, version: int) -> None:
+        self.path = path
+        self._reading = threading.Lock()
+        try:
+            self._connection = _connect(f"{path.absolute().as_uri()}?mode=ro")
+        except sqlite3.Error as error:
+            raise StoreError(f"Could not read {path}: {error}.") from error
+        try:
+            ((found,),) = self.read("PRAGMA application_id")
+            ((has,),) = self.read("PRAGMA user_version")
+        except StoreError:
+            self._connection.close()
+            raise
+        if (found, has) != (application_id, version):
+            self._connection.close()
+            raise StoreError(f"{path} is no database of this version's receiver; start it once.")
+
+    def read(self, statement: str, *values: object) -> list[Any]:
+        """All rows of a SELECT over what is committed.
+
+        Raises:
+            StoreError: it could not be read.
+        """
+        try:
+            with self._reading:
+                return self._connection.execute(statement, values).fetchall()
+        except sqlite3.Error as error:
+            raise StoreError(f"Could not read {self.path}: {error}.") from error
+
+    def close(self) -> None:
+        """Close the file, once a reading under way has ended."""
+        with self._reading:
+            self._connection.close()
+
+
 class Database:
     """An open database; all methods may be called from any thread.
 
@@ -58,11 +105,10 @@ class Database:
         self._lock = _lock(path)
         try:
             self._writer = _open(path, application_id, schemas)
-            self._reader = _connect(f"{path.absolute().as_uri()}?mode=ro")
+            self._reader = Reader(path, application_id, len(schemas))
         except BaseException:
             os.close(self._lock)
             raise
-        self._reading = threading.Lock()
         self._submitting = threading.Lock()
         self._closed = False
         self._waiting: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
@@ -85,16 +131,8 @@ class Database:
         return future
 
     def read(self, statement: str, *values: object) -> list[Any]:
-        """All rows of a SELECT over what is committed.
-
-        Raises:
-            StoreError: it could not be read.
-        """
-        try:
-            with self._reading:
-                return self._reader.execute(statement, values).fetchall()
-        except sqlite3.Error as error:
-            raise StoreError(f"Could not read {self.path}: {error}.") from error
+        """As `Reader.read`."""
+        return self._reader.read(statement, *values)
 
     def check(self) -> Future[None]:
         """A future that ends well once a changeless write was committed to the disk."""
@@ -113,8 +151,7 @@ class Database:
             self._closed = True
             self._waiting.put(None)
         self._thread.join()
-        with self._reading:
-            self._reader.close()
+        self._reader.close()
         self._writer.close()
         os.close(self._lock)
 

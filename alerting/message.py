@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from urllib.parse import quote
 
-from alerting.control import Answer, Request
+from alerting.control import Action, Answer, Request
 from alerting.payload import Alert, Payload
 from alerting.phrases import SEVERITIES, TENSORS, VERDICTS, Language, summary_in
 from alerting.text import Link, Message, clean, clip, is_link, line_of, say
@@ -30,13 +30,16 @@ _SEVERITIES = ("critical", "warning", "info")
 _ACTIONS = ("recover", "checkpoint")
 
 
-def of_alerts(payload: Payload, language: Language, dashboard_url: str | None = None) -> Message:
+def of_alerts(
+    payload: Payload, language: Language, dashboard_url: str | None = None, *, acts: bool = True
+) -> Message:
     """The message of one Alertmanager group.
 
     Args:
         payload: the group; may hold firing and resolved alerts together.
         language: the reader's.
         dashboard_url: address of the dashboard; `{run}` in it becomes the run's name.
+        acts: whether trainers are asked for what the alerts ask for.
     """
     firing = sorted((a for a in payload.alerts if a.status == "firing"), key=_urgency)
     over = [alert for alert in payload.alerts if alert.status == "resolved"]
@@ -50,7 +53,7 @@ def of_alerts(payload: Payload, language: Language, dashboard_url: str | None = 
         title=say(
             language, title, firing=len(firing), over=len(over), what=_what(language, payload, run)
         ),
-        summary=tuple(_summary(language, firing)),
+        summary=tuple(_summary(language, firing, acts)),
         items=tuple(items),
         left_out=payload.truncated_alerts,
         links=links,
@@ -111,6 +114,50 @@ def of_answer(
     )
 
 
+def of_overdue(
+    request: Request, seconds: float, language: Language, dashboard_url: str | None = None
+) -> Message:
+    """The message that a request is open for `seconds` and its trainer does not take it up."""
+    known = {
+        "run": clip(clean(request.run), MAX_NAME_BYTES),
+        "alert": clip(clean(request.alert), MAX_NAME_BYTES),
+        "minutes": f"{seconds / 60:.0f}",
+    }
+    keys = (f"overdue_{request.action}_text", "overdue_text", "asked_by")
+    return Message(
+        language=language,
+        title=line_of(say(language, f"overdue_{request.action}", **known)),
+        summary=tuple(line_of(say(language, key, **known)) for key in keys),
+        links=_links(language, [], request.run, dashboard_url),
+    )
+
+
+def of_notify_only(
+    run: str, action: Action, alert: str, language: Language, dashboard_url: str | None = None
+) -> Message:
+    """The message of what would have been asked of a run's guard."""
+    known = {
+        "run": clip(clean(run), MAX_NAME_BYTES),
+        "alert": clip(clean(alert), MAX_NAME_BYTES),
+    }
+    return Message(
+        language=language,
+        title=line_of(say(language, f"notify_only_{action}", **known)),
+        summary=tuple(line_of(say(language, k, **known)) for k in ("notify_only_text", "asked_by")),
+        links=_links(language, [], run, dashboard_url),
+    )
+
+
+def of_watchdog(language: Language, seconds: float, *, back: bool) -> Message:
+    """The message that the watchdog stays away, or is back after `seconds`."""
+    key = "watchdog_back" if back else "watchdog_missed"
+    return Message(
+        language=language,
+        title=say(language, key, seconds=f"{seconds:.0f}"),
+        summary=(say(language, f"{key}_text"),),
+    )
+
+
 def of_test(language: Language) -> Message:
     """What `act-alerting send-test` sends."""
     return Message(
@@ -127,7 +174,7 @@ def of_unreadable(language: Language, reason: str) -> Message:
     )
 
 
-def _summary(language: Language, firing: list[Alert]) -> Iterable[str]:
+def _summary(language: Language, firing: list[Alert], acts: bool) -> Iterable[str]:
     if not firing:
         yield say(language, "resolved")
         return
@@ -147,7 +194,8 @@ def _summary(language: Language, firing: list[Alert]) -> Iterable[str]:
             yield line_of(say(language, "worst", worst=clean(worst)))
             break
     asked = [action for action in _ACTIONS if any(a.labels.get("action") == action for a in firing)]
-    yield say(language, asked[0] if asked else "nothing")
+    done = asked[0] if asked and acts else "notify_only" if asked else "nothing"
+    yield say(language, done)
     # The rules' descriptions are English; what one with an action says is said already.
     description = clean(firing[0].annotations.get("description", ""))
     description = description.removesuffix("Nothing is done automatically.").rstrip()

@@ -17,6 +17,7 @@ from alerting.outbox import Outbox, Result, Sending, compose
 from alerting.settings import Settings
 from alerting.store import StoreError
 from alerting.targets import Target
+from alerting.text import Message
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ class Messenger:
         metrics: Metrics,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._dashboard_url = settings.dashboard_url
+        self._settings = settings
         self._outbox = outbox
         self._metrics = metrics
         self._clock = clock
@@ -110,7 +111,7 @@ class Messenger:
         self._outbox.begin(sending, self._clock())
         attempt = sending.attempts + 1
         try:
-            said = target.notifier.send(compose(sending, target.language, self._dashboard_url))
+            said = target.notifier.send(self._compose(sending, target))
         except NotSentError as error:
             return self._not_sent(sending, attempt, error)
         except Exception as error:
@@ -119,6 +120,10 @@ class Messenger:
             return self._not_sent(sending, attempt, NotSentError(sentence, retry=True))
         self._end(sending, "sent", said)
         return 0.0
+
+    def _compose(self, sending: Sending, target: Target) -> Message:
+        settings = self._settings
+        return compose(sending, target.language, settings.dashboard_url, settings.mode)
 
     def _not_sent(self, sending: Sending, attempt: int, error: NotSentError) -> float:
         if not error.retry or attempt >= MAX_ATTEMPTS:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import get_args
 
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
@@ -13,7 +14,7 @@ from alerting.control import ACTIONS, Result
 from alerting.policy import OUTCOMES
 
 CODES = (202, 400, 401, 408, 413, 422, 503)
-"""What `POST /alerts` and `POST /messages` answer."""
+"""What `POST /alerts`, `POST /messages` and `POST /watchdog` answer."""
 NO_ACTION = "none"
 """The `action` label's value for alerts whose own is missing or unknown: it is not ours to copy."""
 ANSWERS = (*get_args(Result), "lost")
@@ -22,7 +23,7 @@ NOTIFICATIONS = ("sent", "retried", "failed")
 
 
 class Metrics:
-    """Counters on a registry that the caller owns.
+    """Metrics on a registry that the caller owns.
 
     Args:
         registry: where they are registered.
@@ -34,6 +35,7 @@ class Metrics:
         requests: act_recovery_requests_total{action, outcome}: what was decided.
         answers: act_recovery_answers_total{action, result}: what became of the requests.
         notifications: act_notifications_total{target, result}: what became of the messages.
+        watchdog_age: act_watchdog_age_seconds, NaN before the first.
     """
 
     def __init__(self, registry: CollectorRegistry, targets: Iterable[str] = ()) -> None:
@@ -68,6 +70,12 @@ class Metrics:
             ["target", "result"],
             registry=registry,
         )
+        self.watchdog_age = Gauge(
+            "act_watchdog_age_seconds",
+            "Time since Alertmanager last posted the watchdog; NaN before the first.",
+            registry=registry,
+        )
+        self.watchdog_age.set(math.nan)
         for target in targets:
             for result in NOTIFICATIONS:
                 self.notifications.labels(target, result)

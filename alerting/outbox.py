@@ -17,9 +17,18 @@ from typing import Literal
 
 from alerting.control import Answer, Request
 from alerting.database import Database
-from alerting.message import of_alerts, of_answer, of_unreadable
+from alerting.message import (
+    of_alerts,
+    of_answer,
+    of_notify_only,
+    of_overdue,
+    of_unreadable,
+    of_watchdog,
+)
+from alerting.mode import Mode
 from alerting.payload import Payload, PayloadError, parse
 from alerting.phrases import Language
+from alerting.policy import Decision
 from alerting.text import Message
 
 SCHEMA = """
@@ -42,7 +51,7 @@ REPEAT_SHARE = 0.9
 """Copies within this share of Alertmanager's repeat interval are one message. The next reminder
 comes after all of it, measured from when the first was acknowledged, so a tenth is ample."""
 
-Kind = Literal["alerts", "outcome"]
+Kind = Literal["alerts", "outcome", "overdue", "notify-only", "watchdog"]
 Result = Literal["sent", "failed"]
 
 
@@ -51,7 +60,9 @@ class News:
     """A message as it is recorded: its source, from which each language's text is made.
 
     Attributes:
-        kind: "alerts" (a notification of Alertmanager) or "outcome" (of a request to a guard).
+        kind: "alerts" (a notification of Alertmanager), "outcome" (of a request to a guard),
+            "overdue" (a request that is not taken up), "notify-only" (one that was not made) or
+            "watchdog" (it stays away, or is back).
         key: equal for what must be told once.
         content: JSON.
         at: when it came, Unix seconds.
@@ -65,13 +76,17 @@ class News:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sending:
-    """One message to one target, still to be sent; `attempts` were begun so far."""
+    """One message to one target, still to be sent; `attempts` were begun so far.
+
+    `mode` is what was switched to by now, None where the config's is in force.
+    """
 
     message_id: int
     target: str
     kind: Kind
     content: str
     attempts: int
+    mode: Mode | None = None
 
 
 def news_of_group(payload: Payload, content: str, at: float) -> News:
@@ -121,12 +136,45 @@ def news_of_answer(
     return News(kind="outcome", key=key, content=json.dumps(content), at=at)
 
 
-def compose(sending: Sending, language: Language, dashboard_url: str | None) -> Message:
-    """The text of a recorded message."""
+def news_of_overdue(request: Request, seconds: float, at: float) -> News:
+    """A request that was open for so long, once."""
+    content = json.dumps({"request": dataclasses.asdict(request), "seconds": seconds})
+    return News(kind="overdue", key=f"overdue {request.id}", content=content, at=at)
+
+
+def news_of_notify_only(decision: Decision, at: float) -> News:
+    """A request that was not made: one message an incident and repeat interval."""
+    content = {"run": decision.run, "action": decision.action, "alert": decision.alertname}
+    return News(
+        kind="notify-only",
+        key=f"notify-only {decision.action} {decision.generation} {decision.run}",
+        content=json.dumps(content),
+        at=at,
+    )
+
+
+def news_of_watchdog(seconds: float, at: float, *, back: bool) -> News:
+    """The watchdog as news, each time: how long it was away, and whether it is back."""
+    content = json.dumps({"seconds": seconds, "back": back})
+    return News(kind="watchdog", key=f"watchdog {back} {at!r}", content=content, at=at)
+
+
+def compose(
+    sending: Sending, language: Language, dashboard_url: str | None, mode: Mode = "act"
+) -> Message:
+    """The text of a recorded message; `mode` is the config's."""
+    acts = (sending.mode or mode) == "act"
     try:
         if sending.kind == "alerts":
-            return of_alerts(parse(sending.content), language, dashboard_url)
+            return of_alerts(parse(sending.content), language, dashboard_url, acts=acts)
         content = json.loads(sending.content)
+        if sending.kind == "overdue":
+            request = Request(**content["request"])
+            return of_overdue(request, content["seconds"], language, dashboard_url)
+        if sending.kind == "notify-only":
+            return of_notify_only(**content, language=language, dashboard_url=dashboard_url)
+        if sending.kind == "watchdog":
+            return of_watchdog(language, content["seconds"], back=content["back"])
         answer = content["answer"]
         return of_answer(
             Request(**content["request"]),
@@ -194,7 +242,7 @@ class Outbox:
                 before the clock was set back.
         """
         rows = self._database.read(
-            "SELECT message_id, kind, content, attempts FROM sendings"
+            "SELECT message_id, kind, content, attempts, (SELECT mode FROM mode) FROM sendings"
             " JOIN messages ON messages.id = message_id WHERE target = ? AND ended_at IS NULL"
             " AND (next_at <= ? OR next_at > ?) ORDER BY message_id LIMIT 1",
             target,
@@ -203,9 +251,14 @@ class Outbox:
         )
         if not rows:
             return None
-        identifier, kind, content, attempts = rows[0]
+        identifier, kind, content, attempts, mode = rows[0]
         return Sending(
-            message_id=identifier, target=target, kind=kind, content=content, attempts=attempts
+            message_id=identifier,
+            target=target,
+            kind=kind,
+            content=content,
+            attempts=attempts,
+            mode=mode,
         )
 
     def begin(self, sending: Sending, now: float) -> None:

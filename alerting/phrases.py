@@ -52,6 +52,26 @@ PHRASES: dict[Language, dict[str, str]] = {
         "asked_by": "Asked for by {alert}.",
         "detail": "The trainer says: {detail}",
         "problem": "What was seen: {detail}",
+        "notify_only": "What is done: nothing, in mode notify-only. Switch: act-alerting mode act",
+        "notify_only_recover": "run {run} was not asked to roll back (mode notify-only)",
+        "notify_only_checkpoint": "run {run} was not asked for a backup (mode notify-only)",
+        "notify_only_text": (
+            "In mode act its trainer would have been asked. To switch: act-alerting mode act"
+        ),
+        "overdue_recover": "run {run} was asked to roll back {minutes} min ago and does not do it",
+        "overdue_recover_text": "Nobody has rolled it back; the request is still open.",
+        "overdue_checkpoint": (
+            "run {run} was asked for a backup {minutes} min ago and does not make it"
+        ),
+        "overdue_checkpoint_text": "There is no backup; the request is still open.",
+        "overdue_text": "Look whether its trainer still makes steps: a guard looks between two.",
+        "watchdog_missed": "alerts do not get through: no watchdog for {seconds} s",
+        "watchdog_missed_text": (
+            "Prometheus, Alertmanager or the way from them to the receiver is down, so other "
+            "alerts may reach nobody either. See ActWatchdog in the runbook."
+        ),
+        "watchdog_back": "alerts get through again: the watchdog is back after {seconds} s",
+        "watchdog_back_text": "What fired meanwhile and still does is told by its own message.",
         "unreadable": "An alert came that cannot be shown",
         "test": "Test message of act-exporter",
         "test_text": "Alerts about your trainings arrive here. Nothing is wrong.",
@@ -92,6 +112,22 @@ PHRASES: dict[Language, dict[str, str]] = {
         "asked_by": "由告警 {alert} 请求。",
         "detail": "训练进程的说明：{detail}",
         "problem": "观察到的情况：{detail}",
+        "notify_only": "处置：仅通知模式，不会自动处理。恢复自动处置：act-alerting mode act",
+        "notify_only_recover": "仅通知模式：未请求训练任务 {run} 回滚",
+        "notify_only_checkpoint": "仅通知模式：未请求训练任务 {run} 备份",
+        "notify_only_text": "在自动处置模式下会向训练进程发出该请求。切换：act-alerting mode act",
+        "overdue_recover": "训练任务 {run} 在 {minutes} 分钟前被请求回滚，至今未执行",
+        "overdue_recover_text": "尚未回滚；请求仍未处理。",
+        "overdue_checkpoint": "训练任务 {run} 在 {minutes} 分钟前被请求备份，至今未执行",
+        "overdue_checkpoint_text": "尚无备份；请求仍未处理。",
+        "overdue_text": "请检查训练是否仍在推进：训练进程只在两步之间查看请求。",
+        "watchdog_missed": "告警通道中断：已有 {seconds} 秒没有收到看门狗告警",
+        "watchdog_missed_text": (
+            "Prometheus、Alertmanager 或它们到接收器的链路已中断，其他告警也可能无法送达。"
+            "请查看处理手册中的 ActWatchdog。"
+        ),
+        "watchdog_back": "告警通道已恢复：看门狗告警中断 {seconds} 秒后重新到达",
+        "watchdog_back_text": "中断期间触发且仍在持续的告警会另行通知。",
         "unreadable": "收到一条无法显示的告警",
         "test": "act-exporter 测试消息",
         "test_text": "训练任务的告警会发到这里。目前一切正常。",
@@ -185,6 +221,7 @@ ALERTS_ZH: dict[str, tuple[str, str]] = {
     "ActRollbackBudgetSpent": ("", "已没有剩余的回滚次数"),
     "ActReceiverDown": (r"at (\S+) does", "接收器 {value} 没有响应"),
     "ActNotificationsFailing": (r'by "(.+)"', "Alertmanager 无法通过 {value} 投递消息"),
+    "ActMessagesFailing": (r'to "(.+)"', "接收器无法向 {value} 投递消息"),
     "ActWatchdog": ("", "告警通道正常"),
 }
 """Alert name to where its summary has the value (a pattern with one group, "" for none), and what

@@ -14,7 +14,7 @@ from typing import Literal, get_args
 from alerting.control import ACTIONS, Action, Status
 from alerting.payload import Alert, Payload
 
-Outcome = Literal["requested", "open", "limited", "covered", "refused", "failed"]
+Outcome = Literal["requested", "open", "limited", "covered", "refused", "failed", "notify-only"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 """What a decision can end in:
 
@@ -23,6 +23,7 @@ OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 - limited: a backup was made less than the backup interval ago;
 - covered: another alert of the same delivery asks for as much or more for this run;
 - refused: not for us (unknown run, not on the allow-list, resolved, a run that has ended);
+- notify-only: a request would have been made, but in this mode none is;
 - failed: a file or the payload could not be read or written; judged again at the next delivery.
 """
 

@@ -1,7 +1,8 @@
 """The webhook receiver's HTTP side: what Alertmanager posts is recorded, and only then acted upon.
 
 The order of `POST /alerts`: token, size, shape, record on the disk, answer, wake the worker.
-`POST /messages`, for people, has the same order; the messenger finds what is recorded by itself.
+`POST /messages`, for people, and `POST /watchdog` have the same order; the messenger and the worker
+find what is recorded by themselves.
 Each refusal is one sentence; none repeats the token or the input. Alertmanager sends a notification
 again for ever after a 5xx, so that is answered only when recording failed.
 """
@@ -17,6 +18,7 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
@@ -29,10 +31,13 @@ from alerting.control import LIVE, ControlDirectory
 from alerting.exceptions import ControlError
 from alerting.messenger import Messenger
 from alerting.metrics import Metrics, WithoutCreated
+from alerting.mode import switched_to
 from alerting.outbox import news_of_group
+from alerting.overview import find_run
 from alerting.payload import Payload, PayloadError, parse, schema
 from alerting.settings import Settings
 from alerting.store import Store, StoreError
+from alerting.watchdog import ALERTNAME, is_watchdog
 from alerting.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -43,6 +48,14 @@ BODY_SECONDS = 10.0
 """A sender that stops in the middle of its body is told so; Alertmanager sends at once."""
 READY_SECONDS = 5.0
 """Longest wait for the database in `/readyz`; probes usually give up after 1 to 10 seconds."""
+
+
+RUN_ANSWERS: dict[int | str, dict[str, Any]] = {
+    401: {"description": "The token is missing or wrong."},
+    404: {"description": "No guard has registered such a run."},
+    409: {"description": "Two run folders are live under this name."},
+    503: {"description": "The database could not be read just now."},
+}
 
 
 class _RejectedError(Exception):
@@ -152,6 +165,39 @@ def create_app(
             return "message", store.outbox.add(news_of_group(payload, body, clock()))
 
         return await take(request, credentials, record)
+
+    @app.post("/watchdog", status_code=202, response_model=None, openapi_extra=body_schema)
+    async def watchdog(
+        request: Request, credentials: HTTPAuthorizationCredentials | None = Depends(bearer)
+    ) -> Response:
+        """Take the watchdog (webhook payload, version 4), which says that alerts get through."""
+
+        def record(payload: Payload, _body: str) -> tuple[str, Future[int]]:
+            if not is_watchdog(payload):
+                raise _RejectedError(422, f"No firing {ALERTNAME} is among these alerts.")
+            return "watchdog", store.beats.add(clock())
+
+        return await take(request, credentials, record)
+
+    # A path, for a run's name may hold slashes; it is compared and never becomes one.
+    @app.get("/runs/{run:path}", response_model=None, responses=RUN_ANSWERS)
+    async def one_run(
+        run: str, credentials: HTTPAuthorizationCredentials | None = Depends(bearer)
+    ) -> Response:
+        """A run: what its guard publishes, what was decided and answered, and its messages."""
+        try:
+            _check_token(credentials, settings.token)
+            found = await asyncio.to_thread(find_run, settings.runs, run, store.read, clock())
+            mode = switched_to(store.read) or settings.mode
+        except _RejectedError as error:
+            return JSONResponse({"detail": str(error)}, 401, {"WWW-Authenticate": "Bearer"})
+        except ControlError as error:
+            return JSONResponse({"detail": f"{error}."}, 409)
+        except StoreError as error:
+            return JSONResponse({"detail": str(error)}, 503)
+        if found is None:
+            return JSONResponse({"detail": "No guard has registered a run of this name."}, 404)
+        return JSONResponse({**found.to_json(), "mode": mode})
 
     @app.get("/healthz")
     async def healthz() -> dict[str, str]:

@@ -16,6 +16,7 @@ import yaml
 
 from alerting.exceptions import ConfigError
 from alerting.given import Given, check_keys, is_loopback, read_path, read_secret
+from alerting.mode import MODES, Mode
 from alerting.targets import Target, read_targets
 from alerting.text import is_link
 
@@ -35,6 +36,14 @@ DEFAULT_BACKUP_INTERVAL_SECONDS = 900.0
 DEFAULT_REPEAT_INTERVAL_SECONDS = 3600.0
 """The 60 minutes of alertmanager.yml."""
 
+DEFAULT_WATCHDOG_SECONDS = 300.0
+"""Five times the minute between two of alertmanager.yml's: three may be lost, or fall into a
+restart of Alertmanager or Prometheus, before anybody is told."""
+
+DEFAULT_REQUEST_DEADLINE_SECONDS = 600.0
+"""A guard looks between two steps and answers when all is done. Ten minutes are enough for a step
+and for loading a large checkpoint, and what ActTrainerStalled takes for a trainer that hangs."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
@@ -51,6 +60,10 @@ class Settings:
         notify: who gets messages.
         dashboard_url: linked in messages; `{run}` in it stands for the run. None: no link.
         repeat_interval_seconds: Alertmanager's `repeat_interval` for people.
+        watchdog_seconds: how long the watchdog may stay away once it has come.
+        request_deadline_seconds: how long a request may be open before people are told.
+        mode: whether trainers are asked, unless it was switched since (see `alerting.mode`).
+        escalate: program and arguments of a command that is run then; empty for none.
     """
 
     host: str
@@ -63,6 +76,10 @@ class Settings:
     notify: tuple[Target, ...] = ()
     dashboard_url: str | None = None
     repeat_interval_seconds: float = DEFAULT_REPEAT_INTERVAL_SECONDS
+    watchdog_seconds: float = DEFAULT_WATCHDOG_SECONDS
+    request_deadline_seconds: float = DEFAULT_REQUEST_DEADLINE_SECONDS
+    mode: Mode = "act"
+    escalate: tuple[str, ...] = ()
 
 
 KEYS = (
@@ -76,6 +93,10 @@ KEYS = (
     "notify",
     "dashboard_url",
     "repeat_interval_seconds",
+    "watchdog_seconds",
+    "request_deadline_seconds",
+    "escalate",
+    "mode",
 )
 
 
@@ -89,17 +110,10 @@ def load_settings(config: Path | None, options: Mapping[str, Any]) -> Settings:
     Raises:
         ConfigError: a setting is missing, unknown or wrong.
     """
-    given = _read_file(config) if config is not None else {}
-    for key, value in options.items():
-        if value is not None:
-            given[key] = Given(value, f"--{key.replace('_', '-')}", Path())
+    given = _read(config, options)
 
     def require(key: str) -> Given:
-        if key not in given:
-            option = f"--{key.replace('_', '-')}"
-            place = f"{config} nor as" if config is not None else "a --config file nor as"
-            raise ConfigError(f"{key} is set neither in {place} {option}.")
-        return given[key]
+        return _require(given, key, config)
 
     def default(key: str, value: Any) -> Given:
         return given.get(key, Given(value, f"the default of {key}", Path()))
@@ -124,6 +138,12 @@ def load_settings(config: Path | None, options: Mapping[str, Any]) -> Settings:
         repeat_interval_seconds=_seconds(
             default("repeat_interval_seconds", DEFAULT_REPEAT_INTERVAL_SECONDS)
         ),
+        watchdog_seconds=_positive(default("watchdog_seconds", DEFAULT_WATCHDOG_SECONDS)),
+        request_deadline_seconds=_positive(
+            default("request_deadline_seconds", DEFAULT_REQUEST_DEADLINE_SECONDS)
+        ),
+        mode=_mode(default("mode", "act")),
+        escalate=_arguments(default("escalate", [])),
     )
 
 
@@ -136,11 +156,61 @@ def load_targets(config: Path) -> tuple[Target, ...]:
     Raises:
         ConfigError: as `load_settings`, or nobody gets any.
     """
-    given = _read_file(config)
-    targets = read_targets(given["notify"]) if "notify" in given else ()
-    if not targets:
+    if not (targets := load_notify(config)):
         raise ConfigError(f"{config}: notify: lists nobody to send to.")
     return targets
+
+
+def load_notify(config: Path) -> tuple[Target, ...]:
+    """The same where nobody may be listed."""
+    given = _read_file(config)
+    return read_targets(given["notify"]) if "notify" in given else ()
+
+
+def load_places(config: Path | None, options: Mapping[str, Any]) -> tuple[Path, Path]:
+    """Read and check only where the run folders and the database are, for who has no secret.
+
+    Args:
+        config: as for `load_settings`.
+        options: likewise.
+
+    Returns:
+        The folder that holds the run folders, and the database.
+
+    Raises:
+        ConfigError: as `load_settings`.
+    """
+    given = _read(config, options)
+    return read_path(_require(given, "runs", config)), read_path(
+        _require(given, "database", config)
+    )
+
+
+def load_mode(config: Path | None, options: Mapping[str, Any]) -> tuple[Path, Mode]:
+    """Read and check only the database and the mode, as `load_places` does.
+
+    Raises:
+        ConfigError: as `load_settings`.
+    """
+    given = _read(config, options)
+    mode = given.get("mode", Given("act", "the default of mode", Path()))
+    return read_path(_require(given, "database", config)), _mode(mode)
+
+
+def _read(config: Path | None, options: Mapping[str, Any]) -> dict[str, Given]:
+    given = _read_file(config) if config is not None else {}
+    for key, value in options.items():
+        if value is not None:
+            given[key] = Given(value, f"--{key.replace('_', '-')}", Path())
+    return given
+
+
+def _require(given: Mapping[str, Given], key: str, config: Path | None) -> Given:
+    if key not in given:
+        option = f"--{key.replace('_', '-')}"
+        place = f"{config} nor as" if config is not None else "a --config file nor as"
+        raise ConfigError(f"{key} is set neither in {place} {option}.")
+    return given[key]
 
 
 def _read_file(path: Path) -> dict[str, Given]:
@@ -189,6 +259,29 @@ def _seconds(given: Given) -> float:
     if not math.isfinite(value) or value < 0:
         raise given.error(f"must be 0 or more seconds, not {value!r}.")
     return float(value)
+
+
+def _mode(given: Given) -> Mode:
+    for mode in MODES:
+        if given.value == mode:
+            return mode
+    raise given.error(f"must be one of {', '.join(MODES)}, not {given.value!r}.")
+
+
+def _arguments(given: Given) -> tuple[str, ...]:
+    value = given.value
+    # A line for a shell is refused: there is none, so it would be the name of a program.
+    if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
+        raise given.error(f"must be a list of a program and its arguments, not {value!r}.")
+    if value and not value[0]:
+        raise given.error("names no program.")
+    return tuple(value)
+
+
+def _positive(given: Given) -> float:
+    if (seconds := _seconds(given)) == 0:
+        raise given.error("must be more than 0 seconds.")
+    return seconds
 
 
 def _address(given: Given, *, allow_remote: bool) -> tuple[str, int]:

@@ -11,12 +11,17 @@ Times are Unix seconds; a field without a value is NULL.
                  path), created_at, claimed_at (NULL: intended, not yet known to be claimed),
                  and from the guard's answer, NULL until it came: result ("done", "refused",
                  "failed", or the receiver's own word "lost"), detail, step, onset, checkpoint,
-                 resumed_from, resumed_step, new_generation, answered_at
-    messages     id, received_at, kind ("alerts" or "outcome"), key (equal for what is told once),
-                 content (JSON: the payload, or the request with its answer)
+                 resumed_from, resumed_step, new_generation, answered_at; where it was open for too
+                 long: overdue_at (when people were told), escalated_at (when the command of
+                 `escalate:` was begun), escalation (what came of that)
+    messages     id, received_at, kind (see `outbox.Kind`), key (equal for what is told once),
+                 content (JSON: the payload, the request with its answer, or what else is told)
     sendings     message_id, target, attempts (begun so far), next_at (when the next is due),
                  begun_at (of the last one), ended_at (NULL until it was taken or given up),
                  result ("sent", "failed"), detail (what the target said last)
+    watchdog     one row once it has come: came (how often), last_at, missed_at (when people were
+                 told that it stays away, NULL while it does not)
+    mode         one row once it was switched: mode (see `mode.MODES`), at
 
 Every method that writes returns when the write is on the disk.
 """
@@ -32,12 +37,15 @@ from pathlib import Path
 from typing import Any
 
 from alerting.control import Answer, Request
-from alerting.database import Database, StoreError
+from alerting.database import Database, Reader, StoreError
+from alerting.mode import SCHEMA as MODE_SCHEMA
 from alerting.outbox import SCHEMA as OUTBOX_SCHEMA
 from alerting.outbox import News, Outbox
 from alerting.policy import Decision
+from alerting.watchdog import SCHEMA as WATCHDOG_SCHEMA
+from alerting.watchdog import Beats
 
-__all__ = ["Delivery", "Intent", "Store", "StoreError"]
+__all__ = ["Delivery", "Intent", "Store", "StoreError", "open_reader"]
 
 APPLICATION_ID = 0x61637477
 """The letters "actw"; `file` and SQLite show it."""
@@ -63,11 +71,28 @@ CREATE TABLE decisions (
 ) STRICT;
 CREATE INDEX decisions_of_delivery ON decisions (delivery_id);
 """
-SCHEMAS = (_DELIVERIES_SCHEMA, OUTBOX_SCHEMA)
-"""Versions 1 and 2. What was shipped once stays as it is; a change is one more of them."""
+_RUNS_SCHEMA = """
+CREATE INDEX decisions_of_run ON decisions (run, id);
+CREATE INDEX requests_of_run ON requests (run, id);
+"""
+_OVERDUE_SCHEMA = """
+ALTER TABLE requests ADD COLUMN overdue_at REAL;
+ALTER TABLE requests ADD COLUMN escalated_at REAL;
+ALTER TABLE requests ADD COLUMN escalation TEXT;
+"""
+SCHEMAS = (
+    _DELIVERIES_SCHEMA,
+    OUTBOX_SCHEMA,
+    _RUNS_SCHEMA,
+    WATCHDOG_SCHEMA,
+    _OVERDUE_SCHEMA,
+    MODE_SCHEMA,
+)
+"""Versions 1 to 6. What was shipped once stays as it is; a change is one more of them."""
 
 _INTENT = (
-    "SELECT id, run, generation, action, alert, created_at, delivery_id, control FROM requests"
+    "SELECT id, run, generation, action, alert, created_at, delivery_id, control, overdue_at,"
+    " escalated_at FROM requests"
 )
 
 
@@ -88,11 +113,24 @@ class Intent:
         request: what will be, or was, claimed.
         delivery_id: the delivery that asked for it.
         control: path of the control directory that it goes to.
+        overdue_at: when it was found to be open for too long, None so far.
+        escalated_at: when it was handed to the command for that, None so far.
     """
 
     request: Request
     delivery_id: int
     control: Path
+    overdue_at: float | None = None
+    escalated_at: float | None = None
+
+
+def open_reader(path: Path) -> Reader:
+    """The tables for somebody who only looks, whether or not a receiver runs.
+
+    Raises:
+        StoreError: it is not there, or of another version.
+    """
+    return Reader(path, APPLICATION_ID, len(SCHEMAS))
 
 
 class Store:
@@ -105,6 +143,7 @@ class Store:
 
     Attributes:
         outbox: the messages.
+        beats: the watchdog's.
 
     Raises:
         ConfigError: the file cannot serve as this database (see `alerting.database`).
@@ -116,6 +155,7 @@ class Store:
     ) -> None:
         self._database = Database(path, application_id=APPLICATION_ID, schemas=SCHEMAS)
         self.outbox = Outbox(self._database, targets, repeat_interval_seconds)
+        self.beats = Beats(self._database, self.outbox if targets else None)
 
     def close(self) -> None:
         """Finish the writes that wait, and close the file."""
@@ -197,9 +237,17 @@ class Store:
         self._write("DELETE FROM requests WHERE id = ?", intent.request.id)
 
     def decide(
-        self, delivery_id: int, decision: Decision, at: float, intent: Intent | None = None
+        self,
+        delivery_id: int,
+        decision: Decision,
+        at: float,
+        intent: Intent | None = None,
+        news: News | None = None,
     ) -> None:
-        """Record a decision and what became of its intended request: claimed, or never made."""
+        """Record a decision, what became of its intended request, and the message that tells of it.
+
+        The request was claimed or never made.
+        """
 
         def work(connection: sqlite3.Connection) -> None:
             _insert_decision(connection, delivery_id, decision, at)
@@ -210,6 +258,8 @@ class Store:
                     else "DELETE FROM requests WHERE id = :id"
                 )
                 connection.execute(statement, {"at": at, "id": intent.request.id})
+            if news is not None:
+                self.outbox.insert(connection, news)
 
         self._database.submit(work).result()
 
@@ -252,6 +302,28 @@ class Store:
 
         self._database.submit(work).result()
 
+    def record_overdue(self, request_id: str, at: float, news: News | None) -> None:
+        """Record that a request is open for too long, with the message that tells of it."""
+
+        def work(connection: sqlite3.Connection) -> None:
+            connection.execute("UPDATE requests SET overdue_at = ? WHERE id = ?", (at, request_id))
+            if news is not None:
+                self.outbox.insert(connection, news)
+
+        self._database.submit(work).result()
+
+    def begin_escalation(self, request_id: str, at: float) -> None:
+        """Record that the command is about to be run; after a crash it is not run again."""
+        self._write("UPDATE requests SET escalated_at = ? WHERE id = ?", at, request_id)
+
+    def end_escalation(self, request_id: str, said: str) -> None:
+        """Record what came of the command."""
+        self._write("UPDATE requests SET escalation = ? WHERE id = ?", said, request_id)
+
+    def read(self, statement: str, *values: object) -> list[Any]:
+        """All rows of a SELECT over what is committed."""
+        return self._database.read(statement, *values)
+
     def _write(self, statement: str, *values: object) -> None:
         self._database.submit(lambda connection: connection.execute(statement, values)).result()
 
@@ -277,7 +349,7 @@ def _insert_decision(
 
 
 def _intent(row: tuple[Any, ...]) -> Intent:
-    identifier, run, generation, action, alert, created_at, delivery_id, control = row
+    identifier, run, generation, action, alert, created_at, delivery_id, control, *times = row
     return Intent(
         request=Request(
             id=identifier,
@@ -289,4 +361,6 @@ def _intent(row: tuple[Any, ...]) -> Intent:
         ),
         delivery_id=delivery_id,
         control=Path(control),
+        overdue_at=times[0],
+        escalated_at=times[1],
     )

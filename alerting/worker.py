@@ -2,8 +2,8 @@
 
 It takes deliveries from the store only, so what a crash left unhandled is taken up at the next
 start like everything else. Each step can be repeated: a request is recorded with its id before it
-is claimed, so after a crash the control directory tells whether the claim had happened. It also
-collects the guards' answers, and leaves a message about each to those who are told.
+is claimed, so after a crash the control directory tells whether the claim had happened. The same
+thread looks for the guards' answers (`alerting.answers`) and whether the watchdog stays away.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from alerting.control import ACTIONS, Answer, ControlDirectory, Request, new_request_id
+from alerting.answers import Answers
+from alerting.control import ACTIONS, ControlDirectory, Request, new_request_id
 from alerting.exceptions import ControlError
 from alerting.metrics import NO_ACTION, Metrics
-from alerting.outbox import News, news_of_answer
+from alerting.mode import switched_to
+from alerting.outbox import news_of_notify_only
 from alerting.payload import PayloadError, parse
 from alerting.policy import Decision, Outcome, Wish, judge, read
 from alerting.settings import Settings
 from alerting.store import Delivery, Intent, Store, StoreError
+from alerting.watchdog import DeadMansSwitch
 
 log = logging.getLogger(__name__)
 
@@ -30,9 +33,6 @@ POLL_SECONDS = 0.5
 """How often answers are looked for; people do not notice half a second."""
 STOP_SECONDS = 5.0
 """How long to wait for the thread at the end; a hanging file system would keep it for ever."""
-LOST_AFTER_SECONDS = 120.0
-"""A request with neither file nor answer for this long is lost. Over a network file system the
-answer may become visible up to a minute after the request has gone."""
 
 
 class Worker:
@@ -56,9 +56,10 @@ class Worker:
         self._store = store
         self._metrics = metrics
         self._clock = clock
+        self._switch = DeadMansSwitch(store.beats, settings.watchdog_seconds, metrics, clock)
+        self._answers = Answers(settings, store, metrics, clock)
         self._wake = threading.Event()
         self._stopping = threading.Event()
-        self._missing_since: dict[str, float] = {}
         self._thread = threading.Thread(target=self._run, name="worker", daemon=True)
 
     def start(self) -> None:
@@ -85,7 +86,8 @@ class Worker:
             self._wake.clear()
             try:
                 self._handle_recorded()
-                self._collect_answers()
+                self._answers.collect()
+                self._switch.look()
             except StoreError as error:
                 log.warning("%s It is tried again.", error)
             except Exception:
@@ -145,7 +147,10 @@ class Worker:
                     decision = considered
         except (ControlError, OSError) as error:
             decision = _decide(wish, "failed", str(error))
-        self._store.decide(delivery_id, decision, self._clock(), intent)
+        news = None
+        if decision.outcome == "notify-only" and self._settings.notify:
+            news = news_of_notify_only(decision, self._clock())
+        self._store.decide(delivery_id, decision, self._clock(), intent, news)
         self._announce(delivery_id, decision)
 
     def _consider(self, delivery_id: int, wish: Wish) -> Intent | Decision:
@@ -163,6 +168,9 @@ class Worker:
         )
         if refusal is not None or control is None or status is None:
             return refusal or _decide(wish, "failed", "the run's status vanished while it was read")
+        if (switched_to(self._store.read) or self._settings.mode) == "notify-only":
+            reason = f"in mode notify-only the guard of generation {status.generation} is not asked"
+            return replace(_decide(wish, "notify-only", reason), generation=status.generation)
         request = Request(
             id=new_request_id(),
             run=wish.run,
@@ -186,68 +194,6 @@ class Worker:
             decision.alertname,
             decision.outcome,
             decision.reason,
-        )
-
-    def _collect_answers(self) -> None:
-        for intent in self._store.unanswered():
-            request = intent.request
-            control = ControlDirectory(intent.control)
-            try:
-                answer = control.read_answer(request.id)
-                if answer is None:
-                    self._watch_for_loss(request, _loss(control, request))
-                    continue
-            except (ControlError, OSError) as error:
-                self._watch_for_loss(request, str(error))
-                continue
-            # By the id that was asked under, whatever the file says, or it would be read for ever.
-            answer = replace(answer, id=request.id)
-            self._store.record_answer(answer, self._news(control, request, answer))
-            self._missing_since.pop(request.id, None)
-            self._metrics.answers.labels(request.action, answer.result).inc()
-            log.info(
-                "Run %r answered the request %s (%s): %s: %s",
-                request.run,
-                request.id,
-                request.action,
-                answer.result,
-                answer.detail,
-            )
-
-    def _news(self, control: ControlDirectory, request: Request, answer: Answer) -> News | None:
-        if not self._settings.notify:
-            return None
-        left = None
-        try:
-            status = control.status()
-            # The guard publishes before it answers; what it has published since is not about this.
-            if status is not None and status.generation == answer.generation:
-                left = status.rollbacks_left
-        except ControlError as error:
-            log.warning("%s", error)
-        return news_of_answer(request, answer, self._clock(), rollbacks_left=left)
-
-    def _watch_for_loss(self, request: Request, problem: str | None) -> None:
-        if problem is None:
-            self._missing_since.pop(request.id, None)
-            return
-        now = self._clock()
-        # A clock that was set back starts the wait anew.
-        since = self._missing_since.setdefault(request.id, now)
-        if now < since:
-            self._missing_since[request.id] = now
-        if now - since < LOST_AFTER_SECONDS:
-            return
-        news = news_of_answer(request, None, now, detail=problem)
-        self._store.record_lost(request.id, problem, now, news if self._settings.notify else None)
-        del self._missing_since[request.id]
-        self._metrics.answers.labels(request.action, "lost").inc()
-        log.warning(
-            "The request %s (%s) to run %r is lost: %s",
-            request.id,
-            request.action,
-            request.run,
-            problem,
         )
 
 
@@ -308,14 +254,6 @@ def _decide(wish: Wish, outcome: Outcome, reason: str) -> Decision:
 
 def _unhandled(reason: str) -> Decision:
     return Decision(run="", action="", alertname="", outcome="failed", reason=reason)
-
-
-def _loss(control: ControlDirectory, request: Request) -> str | None:
-    """Why an unanswered request will never be answered, or None while it is open."""
-    holder = control.open_request(request.action)
-    if holder is not None and holder.id == request.id:
-        return None
-    return f"it is no longer in {control.path} and has no answer"
 
 
 def _unreadable_status(runs: Path) -> str | None:

@@ -53,6 +53,15 @@ def test_the_wheel_holds_the_assets_inside_a_package(tmp_path: Path) -> None:
     assert {name for name in top if not name.endswith(".dist-info")} == {"act_exporter", "alerting"}
     assert {f"act_exporter/_assets/{name}" for name in SHIPPED} <= set(names)
     assert {"act_exporter/py.typed", "alerting/py.typed"} <= set(names)
+    # As installed, the receiver's command line finds what it writes out, and only there.
+    assert "alerting/receiver.yml" not in names
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "installed")
+    code = "from alerting.shipped import shipped; print(shipped('alerting/receiver.yml').exists())"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path / "installed", capture_output=True, text=True
+    )
+    assert done.stdout == "True\n", done.stderr
     assert not [name for name in names if "__pycache__" in name]
 
 

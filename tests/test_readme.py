@@ -99,6 +99,8 @@ def test_from_nothing_to_a_signed_message(tmp_path: Path) -> None:
     with FeishuBot().serving() as bot:
         done = shell(prepare)
         assert done.returncode == 0, done.stderr
+        for command in ("act-alerting send-test", "act-alerting serve"):
+            assert f"{command} --config receiver.yml" in done.stdout
         (tmp_path / "feishu-url").write_text(bot.url)
         (tmp_path / "feishu-secret").write_text(SECRET)
         done = shell(send)

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import requests
 import yaml
@@ -189,7 +190,8 @@ def render_alertmanager(
         for people in receiver.get("slack_configs", []):
             people["api_url_file"] = str(chat)
         for trainer in receiver.get("webhook_configs", []):
-            trainer["url"] = f"http://localhost:{ports['receiver']}/alerts"
+            path = urlsplit(trainer["url"]).path
+            trainer["url"] = f"http://localhost:{ports['receiver']}{path}"
             trainer["http_config"]["authorization"]["credentials_file"] = str(token)
     if bots:
         told = {receiver["name"]: receiver for receiver in config["receivers"]}

@@ -69,8 +69,9 @@ RECEIVERS = {
     "ActRollbackBudgetSpent": "people",
     "ActReceiverDown": "people",
     "ActNotificationsFailing": "people",
-    # For a dead-man's switch, whose route a user adds; never for people.
-    "ActWatchdog": "dashboard",
+    "ActMessagesFailing": "people",
+    # The receiver tells people when it stays away; itself it is never for people.
+    "ActWatchdog": "watchdog",
 }
 
 CHAT_SECRET = "chat-secret"
@@ -165,8 +166,17 @@ class TestRoutes:
     def test_routes_for_people_take_times_and_grouping_from_the_one_parent(self) -> None:
         """So they come along where only that route is copied into another configuration."""
         for child in self.parent["routes"]:
-            if child is not self.trainer:
+            if child["receiver"] not in ("trainer", "watchdog"):
                 assert child.keys() <= {"receiver", "matchers"}
+
+    def test_the_watchdog_is_sent_well_within_what_the_receiver_waits_for(self) -> None:
+        """Sent when a group is looked at and the last is older than the repeat interval."""
+        (route,) = (r for r in self.parent["routes"] if r["receiver"] == "watchdog")
+        interval, repeat = (int(route[t][:-1]) for t in ("group_interval", "repeat_interval"))
+        sent_every = interval * (repeat // interval + 1)
+        receiver = yaml.safe_load((REPOSITORY / "alerting" / "receiver.yml").read_text())
+        assert sent_every == 60
+        assert receiver["watchdog_seconds"] >= 3 * sent_every
 
     def test_alerts_are_silenced_only_where_both_have_what_is_compared(self) -> None:
         """Labels that are missing on both sides count as equal."""
@@ -378,6 +388,7 @@ def render(folder: Path, chat: StandIn, mailbox: Mailbox, receiver: StandIn) -> 
         "/etc/act/alertmanager-token": secret("receiver-token", TOKEN),
         "mail.example.com:587": f"127.0.0.1:{mailbox.port}",
         "http://localhost:9464/alerts": f"http://127.0.0.1:{receiver.port}/alerts",
+        "http://localhost:9464/watchdog": f"http://127.0.0.1:{receiver.port}/watchdog",
     }
     used: set[str] = set()
     config = replaced(yaml.safe_load(CONFIG.read_text()), replacements, used)
@@ -423,7 +434,7 @@ class Delivery:
     def requests(self, run: str) -> list[dict[str, Any]]:
         """What the receiver was sent about a run."""
         bodies = [post.body for post in self.receiver.posts]
-        return [body for body in bodies if body["groupLabels"]["run"] == run]
+        return [body for body in bodies if body["groupLabels"].get("run") == run]
 
     def wait_for(self, probe: Callable[[], Any], what: str) -> Any:
         return self.server.wait_for(probe, what)
@@ -515,7 +526,7 @@ class TestDelivery:
         assert {post.path for post in delivery.chat.posts} == {f"/services/{CHAT_SECRET}"}
         assert set(delivery.mailbox.logins) == {("alertmanager@example.com", MAIL_SECRET)}
         assert {post.authorization for post in delivery.receiver.posts} == {f"Bearer {TOKEN}"}
-        assert {post.path for post in delivery.receiver.posts} == {"/alerts"}
+        assert {post.path for post in delivery.receiver.posts} <= {"/alerts", "/watchdog"}
 
     def test_the_receiver_gets_each_action_of_a_run_by_itself(self, delivery: Delivery) -> None:
         delivery.fire(
@@ -653,13 +664,23 @@ class TestDelivery:
             assert len(delivery.mails(run)) == 1
             assert delivery.requests(run) == []
 
-    def test_the_watchdog_is_told_to_nobody(self, delivery: Delivery) -> None:
-        before = len(delivery.receiver.posts)
+    def test_the_watchdog_is_told_to_the_receiver_alone(self, delivery: Delivery) -> None:
         delivery.fire(alert("ActWatchdog"))
+        delivery.wait_for(
+            lambda: [post for post in delivery.receiver.posts if post.path == "/watchdog"],
+            "the watchdog",
+        )
         delivery.settle()
         assert not any("ActWatchdog" in json.dumps(post.body) for post in delivery.chat.posts)
         assert not any("ActWatchdog" in mail["Subject"] for mail in delivery.mailbox.mails)
-        assert len(delivery.receiver.posts) == before
+        (post,) = (post for post in delivery.receiver.posts if post.path == "/watchdog")
+        assert post.authorization == f"Bearer {TOKEN}"
+        assert [alert["status"] for alert in post.body["alerts"]] == ["firing"]
+        assert not [
+            post
+            for post in delivery.receiver.posts
+            if post.path == "/alerts" and "ActWatchdog" in json.dumps(post.body)
+        ]
 
     def test_headroom_and_a_loss_that_is_no_number_ask_for_a_checkpoint(
         self, delivery: Delivery

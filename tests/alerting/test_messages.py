@@ -28,8 +28,10 @@ from tests.alerting.test_receiver import TIMEOUT, TOKEN, Receiver
 
 
 @contextlib.contextmanager
-def receiving(folder: Path, level: str = "INFO", **bots: Bot) -> Iterator[Receiver]:
-    """A receiver that tells these bots, its database in `folder`."""
+def receiving(
+    folder: Path, level: str = "INFO", keys: dict[str, Any] | None = None, **bots: Bot
+) -> Iterator[Receiver]:
+    """A receiver that tells these bots, its database in `folder`; `keys` are more settings."""
 
     def secret(name: str, content: str) -> str:
         (folder / name).touch(mode=0o600)
@@ -49,6 +51,7 @@ def receiving(folder: Path, level: str = "INFO", **bots: Bot) -> Iterator[Receiv
         "database": "receiver.sqlite",
         "token_file": secret("token", TOKEN),
         "notify": entries,
+        **(keys or {}),
     }
     (folder / "receiver.yml").write_text(yaml.safe_dump(config))
     argv = [sys.executable, "-m", "alerting.cli", "serve", "--config", folder / "receiver.yml"]
@@ -288,7 +291,7 @@ class TestAlertmanager:
 
     def test_it_loads_and_goes_to_the_receiver_with_its_token(self, uncommented: Path) -> None:
         assert "SUCCESS" in amtool("check-config", uncommented)
-        (people, trainer, _) = yaml.safe_load(uncommented.read_text())["receivers"]
+        (people, trainer, *_) = yaml.safe_load(uncommented.read_text())["receivers"]
         (ours,) = people["webhook_configs"]
         assert ours["url"].endswith(":9464/messages")
         assert ours["http_config"] == trainer["webhook_configs"][0]["http_config"]

@@ -14,6 +14,8 @@ from alerting.settings import (
     DEFAULT_BACKUP_INTERVAL_SECONDS,
     DEFAULT_LISTEN,
     DEFAULT_REPEAT_INTERVAL_SECONDS,
+    DEFAULT_REQUEST_DEADLINE_SECONDS,
+    DEFAULT_WATCHDOG_SECONDS,
     KEYS,
     load_settings,
     load_targets,
@@ -50,6 +52,10 @@ class TestShippedFile:
         assert content["backup_interval_seconds"] == DEFAULT_BACKUP_INTERVAL_SECONDS
         assert content["allow_remote"] is False
         assert content["repeat_interval_seconds"] == DEFAULT_REPEAT_INTERVAL_SECONDS
+        assert content["watchdog_seconds"] == DEFAULT_WATCHDOG_SECONDS
+        assert content["request_deadline_seconds"] == DEFAULT_REQUEST_DEADLINE_SECONDS
+        assert content["escalate"] is None
+        assert content["mode"] == "act"
 
     def test_loads_once_there_is_a_token(self, folder: Path) -> None:
         settings = load_settings(SHIPPED, {"token_file": folder / "token"})
@@ -186,6 +192,12 @@ class TestMistakes:
             ({"dashboard_url": 5}, "dashboard_url: must be an address such as https"),
             ({"dashboard_url": "javascript:x"}, "dashboard_url: must be an address"),
             ({"repeat_interval_seconds": "1h"}, "repeat_interval_seconds: must be a number"),
+            ({"watchdog_seconds": 0}, "watchdog_seconds: must be more than 0"),
+            ({"request_deadline_seconds": 0}, "request_deadline_seconds: must be more than 0"),
+            ({"escalate": "restart now"}, "escalate: must be a list of a program and its arg"),
+            ({"escalate": ["restart", 5]}, "escalate: must be a list of a program and its arg"),
+            ({"escalate": [""]}, "escalate: names no program"),
+            ({"mode": "dry-run"}, "mode: must be one of act, notify-only, not 'dry-run'"),
             ({"token_fil": "token"}, "unknown key 'token_fil'; did you mean token_file"),
             ({"colour": "blue"}, "unknown key 'colour'; known are listen"),
         ],

@@ -132,6 +132,9 @@ class TestRecords:
                 "resumed_step": 1000,
                 "new_generation": 2,
                 "answered_at": 3.0,
+                "overdue_at": None,
+                "escalated_at": None,
+                "escalation": None,
             }
         ]
         assert rows(path, "SELECT outcome, reason, request_id, generation, at FROM decisions") == [
@@ -286,7 +289,7 @@ class TestOpening:
         other = sqlite3.connect(path)
         other.execute("PRAGMA user_version = 99")
         other.close()
-        with pytest.raises(ConfigError, match=r"schema version 99; .* uses 2"):
+        with pytest.raises(ConfigError, match=r"schema version 99; .* uses 6"):
             Store(path)
 
     def test_a_damaged_file_is_named(self, path: Path) -> None:

@@ -8,20 +8,21 @@ import logging
 import sqlite3
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
 
+from alerting.answers import LOST_AFTER_SECONDS
 from alerting.control import Answer, ControlDirectory, Request
 from alerting.metrics import Metrics
 from alerting.notifiers.webhook import Webhook
 from alerting.settings import Settings
 from alerting.store import Intent, Store
 from alerting.targets import Target
-from alerting.worker import LOST_AFTER_SECONDS, Worker
+from alerting.worker import Worker
 from deploy.demo.servers import wait_for
 from tests.alerting.deliveries import RUN, alert, register, status, text
 from tests.alerting.test_control import answer_to
@@ -48,6 +49,8 @@ class Desk:
     clock: Clock
     worker: Worker | None = None
     told: tuple[str, ...] = ()
+    keys: dict[str, Any] = field(default_factory=dict)
+    """More settings."""
 
     @property
     def runs(self) -> Path:
@@ -79,6 +82,7 @@ class Desk:
                 Target(name=name, kind="webhook", language="en", notifier=Webhook("http://[::1]/"))
                 for name in self.told
             ),
+            **self.keys,
         )
         with self.store() as store:
             metrics = Metrics(registry or CollectorRegistry())
