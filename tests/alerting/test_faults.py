@@ -7,7 +7,7 @@ Where each fault is shown:
 | killed before the commit, before the answer, before, at and after the request | TestKilled, here |
 | the same of a message to people | TestKilled, here |
 | killed right after its answer, and under load | test_receiver: TestCrashes |
-| killed while a message is being sent, between two attempts, under load | test_messages: TestKilled |
+| killed while a message is sent, between two attempts, under load | test_messages: TestKilled |
 | what each crash leaves behind, by hand, two runs in one delivery | test_worker: TestCrashes |
 | killed while the guard acts; Alertmanager killed | tests/integration/test_servers_restarted |
 | the trainer killed | tests/integration/test_trainer_crash, tests/alerting/recovery/test_kill |
@@ -513,7 +513,9 @@ class TestStorm:
                 tmp_path, port_of(receiver), max_alerts=0, group_wait="1s", group_interval="2s"
             ) as sender,
         ):
-            storm = (alert(layer=f"model.layers.{number}.mlp.down_proj") for number in range(1000))
+            storm = (
+                alert(layer=f"model.layers.{number}.mlp.down_proj.output") for number in range(1000)
+            )
             sender.fire(*({key: one[key] for key in ("labels", "annotations")} for one in storm))
             wait_for_request(control)
             wait_until_handled(receiver, 1)
