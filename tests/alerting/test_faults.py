@@ -17,6 +17,7 @@ Where each fault is shown:
 | two Alertmanagers, one receiver: people | test_messages: TestAlertmanager |
 | two receivers over one runs folder, each told once | test_receiver: TestCrashes |
 | two receivers, each with an Alertmanager, until the guard's answer | TestTwo, here |
+| the same with a real trainer | tests/integration/test_two_of_each |
 | of many who claim at once one wins | test_control: TestClaim |
 | database locked: the answer is 503 | test_receiver: TestItsOwnState; test_messages |
 | database locked: Alertmanager goes on until it is taken; between request and record | TestDisk |
