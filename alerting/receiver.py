@@ -14,14 +14,14 @@ import hmac
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.background import BackgroundTask
@@ -48,6 +48,29 @@ BODY_SECONDS = 10.0
 """A sender that stops in the middle of its body is told so; Alertmanager sends at once."""
 READY_SECONDS = 5.0
 """Longest wait for the database in `/readyz`; probes usually give up after 1 to 10 seconds."""
+
+_REFUSALS = {
+    400: "The body is not JSON, or broke off.",
+    401: "The bearer token is missing or wrong.",
+    408: "The body took too long.",
+    413: "The body is too large.",
+    422: "The body is no notification, or nobody is told.",
+    503: "It could not be recorded; send it again.",
+}
+_SENTENCE = {
+    "application/json": {
+        "schema": {
+            "type": "object",
+            "properties": {"detail": {"type": "string"}},
+            "required": ["detail"],
+        }
+    }
+}
+
+
+def _responses(codes: Iterable[int]) -> dict[int | str, dict[str, Any]]:
+    """For OpenAPI: each of these is one sentence."""
+    return {code: {"description": _REFUSALS[code], "content": _SENTENCE} for code in codes}
 
 
 RUN_ANSWERS: dict[int | str, dict[str, Any]] = {
@@ -141,7 +164,13 @@ def create_app(
         # A background task runs when the answer has been sent.
         return answer(202, {name: identifier}, task)
 
-    @app.post("/alerts", status_code=202, response_model=None, openapi_extra=body_schema)
+    @app.post(
+        "/alerts",
+        status_code=202,
+        response_model=None,
+        responses=_responses(_REFUSALS),
+        openapi_extra=body_schema,
+    )
     async def alerts(
         request: Request, credentials: HTTPAuthorizationCredentials | None = Depends(bearer)
     ) -> Response:
@@ -152,7 +181,13 @@ def create_app(
 
         return await take(request, credentials, record, BackgroundTask(worker.wake))
 
-    @app.post("/messages", status_code=202, response_model=None, openapi_extra=body_schema)
+    @app.post(
+        "/messages",
+        status_code=202,
+        response_model=None,
+        responses=_responses(_REFUSALS),
+        openapi_extra=body_schema,
+    )
     async def messages(
         request: Request, credentials: HTTPAuthorizationCredentials | None = Depends(bearer)
     ) -> Response:
@@ -204,7 +239,7 @@ def create_app(
         """The process is alive."""
         return {"status": "ok"}
 
-    @app.get("/readyz", response_model=None)
+    @app.get("/readyz", response_model=None, responses=_responses([503]))
     async def readyz() -> Response:
         """A notification would be recorded and acted upon; 503 with the reason otherwise."""
         problem = await _problem(settings.runs, store, worker, messenger)
@@ -212,7 +247,7 @@ def create_app(
             return JSONResponse({"detail": problem}, 503)
         return JSONResponse({"status": "ready"})
 
-    @app.get("/metrics", response_model=None)
+    @app.get("/metrics", response_model=None, response_class=PlainTextResponse)
     async def own_metrics() -> Response:
         """The receiver's own metrics."""
         page = generate_latest(WithoutCreated(registry))

@@ -29,9 +29,19 @@ from tests.alerting.test_receiver import TIMEOUT, TOKEN, Receiver
 
 @contextlib.contextmanager
 def receiving(
-    folder: Path, level: str = "INFO", keys: dict[str, Any] | None = None, **bots: Bot
+    folder: Path,
+    level: str = "INFO",
+    keys: dict[str, Any] | None = None,
+    *,
+    module: tuple[str, ...] = ("alerting.cli",),
+    port: int | None = None,
+    runs: Path | None = None,
+    **bots: Bot,
 ) -> Iterator[Receiver]:
-    """A receiver that tells these bots, its database in `folder`; `keys` are more settings."""
+    """A receiver that tells these bots, its database in `folder`.
+
+    `keys` are more settings; `module` is started in place of the command, and may put a fault in.
+    """
 
     def secret(name: str, content: str) -> str:
         (folder / name).touch(mode=0o600)
@@ -43,23 +53,24 @@ def receiving(
         entries.append({"kind": kind, "url_file": secret(f"{kind}-url", bot.url)})
         if kind != "wecom":
             entries[-1]["secret_file"] = secret(f"{kind}-secret", SECRET)
-    (folder / "runs").mkdir(exist_ok=True)
-    port = free_port()
+    runs = runs or folder / "runs"
+    runs.mkdir(exist_ok=True)
+    port = port or free_port()
     config = {
         "listen": f"127.0.0.1:{port}",
-        "runs": "runs",
+        "runs": str(runs),
         "database": "receiver.sqlite",
         "token_file": secret("token", TOKEN),
         "notify": entries,
         **(keys or {}),
     }
     (folder / "receiver.yml").write_text(yaml.safe_dump(config))
-    argv = [sys.executable, "-m", "alerting.cli", "serve", "--config", folder / "receiver.yml"]
+    argv = [sys.executable, "-m", *module, "serve", "--config", folder / "receiver.yml"]
     environment = {"PYTHONPATH": str(REPOSITORY), "ACT_LOG_LEVEL": level}
     with running("receiver", argv, folder, env=environment) as server:
         address = f"http://127.0.0.1:{port}"
         server.wait_for(lambda: requests.get(f"{address}/readyz", timeout=TIMEOUT).ok, "readiness")
-        yield Receiver(server, address, folder / "runs", folder / "receiver.sqlite")
+        yield Receiver(server, address, runs, folder / "receiver.sqlite")
 
 
 def post(receiver: Receiver, body: str | bytes, token: str = TOKEN) -> requests.Response:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -113,7 +114,8 @@ class TestRefused:
             (payload(alert(), alert() | {"status": "firing "}), "alerts.1.status"),
             (payload(alert() | {"labels": {"run": 5}}), "alerts.0.labels.run"),
             (payload(alert() | {"labels": {"run": ["a"]}}), "alerts.0.labels.run"),
-            (payload(alert() | {"annotations": {"a": None}}), "alerts.0.annotations.a"),
+            (payload(alert() | {"annotations": {"a": None}}), "alerts.0.annotations.*"),
+            (payload(alert() | {"labels": {"": "a"}}), "alerts.0.labels.*.[key]"),
             (payload(alert() | {"endsAt": "soon"}), "alerts.0.endsAt"),
         ],
     )
@@ -127,20 +129,40 @@ class TestRefused:
         "content",
         [
             payload(*([alert()] * (MAX_ALERTS + 1))),
+            payload(*([{"status": "firing", "labels": {}}] * 10 * MAX_ALERTS)),
             payload(alert(layer="x" * (MAX_LABEL_VALUE + 1))),
             payload(alert(**{f"label{number}": "" for number in range(MAX_LABELS + 1)})),
             payload(alert() | {"annotations": {"summary": "x" * (MAX_ANNOTATION + 1)}}),
         ],
-        ids=["alerts", "label value", "labels", "annotation"],
+        ids=["alerts", "ten times the alerts", "label value", "labels", "annotation"],
     )
     def test_what_is_over_a_bound(self, content: Any) -> None:
         with pytest.raises(PayloadError, match="at most"):
             parse(json.dumps(content))
 
-    def test_the_sentence_is_short_and_repeats_no_input(self) -> None:
-        secret = "hunter2"
-        content = payload(alert() | {"labels": {"k" * 10_000: {"password": secret}}})
+    @pytest.mark.parametrize(
+        "labels",
+        [
+            {"k" * 10_000: {"password": "hunter2"}},
+            {"hunter2": 5},
+            {"run": {"hunter2": 5}},
+            {"x\nERROR forged": 5},
+        ],
+    )
+    def test_the_sentence_is_short_and_repeats_no_input(self, labels: Any) -> None:
         with pytest.raises(PayloadError) as caught:
-            parse(json.dumps(content))
-        assert secret not in str(caught.value)
-        assert len(str(caught.value)) < 700
+            parse(json.dumps(payload(alert() | {"labels": labels})))
+        assert "hunter2" not in str(caught.value)
+        assert "\n" not in str(caught.value)
+        assert len(str(caught.value)) < 200
+
+    def test_a_mebibyte_of_wrong_alerts_costs_no_more_than_right_ones(self) -> None:
+        """Each of the errors would be kept until the last is found."""
+        body = b'{"version": "4", "status": "firing", "alerts": [' + b"{}," * 340_000 + b"{}]}"
+        tracemalloc.start()
+        try:
+            with pytest.raises(PayloadError, match=r"alerts\.0\.status"):
+                parse(body)
+            assert tracemalloc.get_traced_memory()[1] < 1 << 20
+        finally:
+            tracemalloc.stop()

@@ -192,7 +192,7 @@ class TestBadInput:
             (b"[" * 500_000, 400, "not valid JSON"),
             (b"[]", 422, "not an Alertmanager webhook payload"),
             (b"{}", 422, "(version: "),
-            (json.dumps(payload(alert() | {"labels": {"a": 1}})).encode(), 422, "labels.a"),
+            (json.dumps(payload(alert() | {"labels": {"a": 1}})).encode(), 422, "labels.*"),
         ],
     )
     def test_one_clear_sentence(
