@@ -616,7 +616,8 @@ class TestDelivery:
         for number, (source, target, level) in enumerate(silenced):
             run = f"inhibit-{number}"
             delivery.wait_for(
-                lambda run=run: any(f"run {run}" in m["title"] for m in delivery.messages(run)),
+                # Not the other run's, whose name begins with this one's.
+                lambda run=run: any(m["title"].endswith(run) for m in delivery.messages(run)),
                 "a chat message",
             )
             ours = [m for m in delivery.messages(run) if not m["title"].endswith("other")]
