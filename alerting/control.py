@@ -47,7 +47,8 @@ class Status:
     Attributes:
         run: the run's name, as in the `run` label of the metrics.
         generation: 0, and one more with each rollback. (run, generation) is one incident.
-        state: "running", "recovering", "finished" or "halted".
+        state: "running", "recovering", "stopped" (saved, to be started again), "finished" or
+            "halted".
         step: the last finished step when this was written.
         rollbacks_left: how many more rollbacks the budget allows.
         last_backup_at: when a checkpoint was last made on request (Unix seconds), or None.

@@ -11,7 +11,7 @@ from collections.abc import Container
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from alerting.control import ACTIONS, Action, Status
+from alerting.control import ACTIONS, LIVE, Action, Status
 from alerting.payload import Alert, Payload
 
 Outcome = Literal["requested", "open", "limited", "covered", "refused", "failed", "notify-only"]
@@ -122,7 +122,7 @@ def judge(
             wish.alertname,
             f"no run {wish.run!r} is registered: the name must be the one that its guard published",
         )
-    if status.state in ("finished", "halted"):
+    if status.state not in LIVE:
         # Nobody would take it up, and a request that lies open blocks the next one of its kind.
         return _refuse(
             wish.run,

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from alerting.recovery.checkpoints import CheckpointStore
-from alerting.recovery.detector import Detector
 from alerting.recovery.health import verdict
 from alerting.recovery.ledger import LedgerFile
 from alerting.recovery.lineage import Checkpoint
@@ -21,12 +20,12 @@ class Confirmations:
         self,
         *,
         store: CheckpointStore,
-        detector: Detector,
+        onset: Callable[[], int | None],
         ledger: LedgerFile,
         confirm_after_steps: int,
     ) -> None:
         self._store = store
-        self._detector = detector
+        self._onset = onset
         self._ledger = ledger
         self._after = confirm_after_steps
         self._waiting: list[Checkpoint] = []
@@ -44,7 +43,7 @@ class Confirmations:
         """Confirm those whose clean stretch is over at step `step`; whether there was one."""
         if not self._waiting or step < self._waiting[0].step + self._after:
             return False
-        if self._detector.onset() is not None:
+        if self._onset() is not None:
             return False
         checkpoint = self._waiting.pop(0)
         reason = f"no bad step in the {self._after} steps after it"

@@ -58,7 +58,7 @@ class Manifest:
             although old checkpoints between are deleted.
         world_size: ranks that saved it.
         data: position in the data, or None without a loader.
-        torch: version of torch that wrote it.
+        versions: of Python, of torch and of what else wrote it, by name.
         created_at: Unix seconds.
         files: each file but the manifest and the health, by path relative to the folder.
     """
@@ -72,7 +72,7 @@ class Manifest:
     ancestors: tuple[str, ...]
     world_size: int
     data: DataPosition | None
-    torch: str
+    versions: dict[str, str]
     created_at: float
     files: dict[str, StoredFile]
 
@@ -98,6 +98,7 @@ def read_manifest(folder: Path) -> Manifest | None:
     except CheckpointError as error:
         raise ForeignManifestError(str(error)) from None
     files = document.part("files")
+    versions = document.part("versions")
     data = document.part("data") if document.optional("data", dict) else None
     manifest = Manifest(
         name=document.get("name", str),
@@ -109,7 +110,7 @@ def read_manifest(folder: Path) -> Manifest | None:
         ancestors=document.names("ancestors"),
         world_size=document.get("world_size", int),
         data=_read_position(data) if data else None,
-        torch=document.get("torch", str),
+        versions={name: versions.get(name, str) for name in versions.keys()},  # noqa: SIM118
         created_at=document.get("created_at", float),
         files={
             path: StoredFile(

@@ -88,10 +88,15 @@ class LoaderPosition:
             state["generators"] = [g.get_state() for g in self._generators()]
         return state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], ranks_ratio: float = 1) -> None:
         """Stand where `state_dict` was taken, with a new iterator.
 
         The global random state is left wherever making and skipping took it: set it afterwards.
+
+        Args:
+            state: what `state_dict` gave.
+            ranks_ratio: how many ranks shared the data when it was saved, over how many do now:
+                where each takes twice as many samples an epoch, half as many batches are behind it.
 
         Raises:
             CheckpointError: the loader is not the one that was saved.
@@ -104,6 +109,8 @@ class LoaderPosition:
         if not state:
             return
         if self._stateful:
+            if ranks_ratio != 1:
+                log.warning("other ranks share the data now: some of it comes twice or never")
             self._loader.load_state_dict(state["loader"])  # type: ignore[union-attr]
             self._begin_epoch(state["epoch"])
             self._batch = state["batch"]
@@ -115,15 +122,17 @@ class LoaderPosition:
         rng.restore(state["epoch_rng"])
         self._set_generators(state["epoch_generators"])
         self._begin_epoch(state["epoch"])
-        for skipped in range(state["batch"]):
+        # What is left of a division is seen twice rather than never.
+        batch = int(state["batch"] * ranks_ratio)
+        for skipped in range(batch):
             try:
                 next(self._iterator)  # type: ignore[arg-type]
             except StopIteration:
                 raise CheckpointError(
                     f"the loader ended after {skipped} batches where the checkpoint had taken "
-                    f"{state['batch']}: it is not the loader that was saved"
+                    f"{batch}: it is not the loader that was saved"
                 ) from None
-        self._batch = state["batch"]
+        self._batch = batch
         self._set_generators(state["generators"])
 
     def _begin_epoch(self, epoch: int) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from typing import NoReturn
 
-from alerting.control import Request, Result
+from alerting.control import Result
 from alerting.exceptions import CheckpointError, RecoveryHaltedError
+from alerting.exit_codes import RESTART
 from alerting.recovery.checkpoints import CheckpointStore
 from alerting.recovery.detector import Detector
 from alerting.recovery.ledger import LedgerFile, Recovery
 from alerting.recovery.lineage import Checkpoint
 from alerting.recovery.mailbox import Mailbox
+from alerting.recovery.ranks import Ranks
 from alerting.recovery.rollback import Rollback
 from alerting.recovery.saver import Saver
 
@@ -43,8 +46,12 @@ class RecoveryProcedure:
         mailbox: Mailbox,
         ledger: LedgerFile,
         detector: Detector,
+        ranks: Ranks,
         watched: bool,
+        restart: bool,
     ) -> None:
+        self._restart = restart
+        self._ranks = ranks
         self._store = store
         self._saver = saver
         self._rollback = rollback
@@ -54,8 +61,8 @@ class RecoveryProcedure:
         self._watched = watched
         self.rollbacks = 0
 
-    def recover(self, request: Request, step: int) -> Checkpoint | None:
-        """Roll back as `request` asks, after step `step`.
+    def recover(self, step: int) -> Checkpoint | None:
+        """Roll back, after step `step`, as the open request asks; called by all ranks.
 
         Returns:
             The checkpoint that is loaded now, or None where the request was refused.
@@ -63,8 +70,28 @@ class RecoveryProcedure:
         Raises:
             RecoveryHaltedError: the budget is spent, or there is no healthy checkpoint.
             OSError: the ledger could not be written.
+            SystemExit: a new process is to carry it through.
         """
-        onset = self._detector.onset()
+        seen = [onset for onset in self._ranks.gather(self._detector.onset()) if onset is not None]
+        recovery = self._ranks.lead(lambda: self._intend(step, min(seen, default=None)))
+        if recovery is None:
+            return None
+        try:
+            self._saver.save_now(step, "emergency")
+        except CheckpointError as error:
+            log.warning("step %d: going on without an emergency checkpoint: %s", step, error)
+        if not recovery.paid:
+            self._ranks.lead(lambda: self._give_up(recovery))
+        if self._restart:
+            log.warning("step %d: ending, for the next process to roll back", step)
+            raise SystemExit(RESTART)
+        return self._go_back(recovery, starting=False)
+
+    def _intend(self, step: int, onset: int | None) -> Recovery | None:
+        """Take the request, and put the intent and the payment into the ledger."""
+        request = self._mailbox.take("recover", step)
+        if request is None:
+            return None
         if self._watched and onset is None:
             self._mailbox.answer(
                 request,
@@ -90,14 +117,11 @@ class RecoveryProcedure:
             rollbacks_used=ledger.rollbacks_used + paid,
             phase="running" if paid else "halted",
         )
-        try:
-            self._saver.save_now(step, "emergency")
-        except CheckpointError as error:
-            log.warning("step %d: going on without an emergency checkpoint: %s", step, error)
-        if not paid:
-            self._rollback.mark_suspects(recovery)
-            raise self._halt(recovery, self._spent())
-        return self._go_back(recovery, starting=False)
+        return recovery
+
+    def _give_up(self, recovery: Recovery) -> NoReturn:
+        self._rollback.mark_suspects(recovery)
+        raise self._halt(recovery, self._spent())
 
     def take_up(self, recovery: Recovery) -> Checkpoint:
         """Carry through, in a new process, what a former one began.
@@ -107,6 +131,9 @@ class RecoveryProcedure:
                 has raised the budget since.
             CheckpointError: the checkpoint does not fit the model.
         """
+        return self._go_back(self._ranks.lead(lambda: self._paid(recovery)), starting=True)
+
+    def _paid(self, recovery: Recovery) -> Recovery:
         if not recovery.paid:
             if self._mailbox.rollbacks_left == 0:
                 raise self._halt(recovery, self._spent())
@@ -114,34 +141,43 @@ class RecoveryProcedure:
             used = self._ledger.now.rollbacks_used + 1
             self._ledger.update(recovery=recovery, rollbacks_used=used)
         log.warning("step %d: taking up the recovery that began there", recovery.step)
-        return self._go_back(recovery, starting=True)
+        return recovery
 
     def stand_at(self, checkpoint: Checkpoint) -> None:
         """The live state is that of `checkpoint` now: let everybody know."""
-        self._saver.descent = tuple(c.name for c in self._rollback.descent(checkpoint))
-        generation = self._ledger.update(phase="running").generation
+        generation = self._ranks.lead(lambda: self._set_out_from(checkpoint))
         self._detector.reset(generation)
         self._detector.step(checkpoint.step)
+        self._ranks.lead(lambda: self._mailbox.tell("running", checkpoint.step))
+
+    def _set_out_from(self, checkpoint: Checkpoint) -> int:
+        self._saver.descent = tuple(c.name for c in self._rollback.descent(checkpoint))
+        generation = self._ledger.update(phase="running").generation
         log.info(
             "step %d: going on from checkpoint %s in generation %d",
             checkpoint.step,
             checkpoint.name,
             generation,
         )
-        self._mailbox.tell("running", checkpoint.step)
+        return generation
 
     def _go_back(self, recovery: Recovery, *, starting: bool) -> Checkpoint:
         try:
             checkpoint = self._rollback.go_back(recovery, starting=starting)
         except RecoveryHaltedError as error:
-            raise self._halt(recovery, str(error)) from error
+            if self._ranks.rank == 0:
+                self._halt(recovery, str(error))
+            raise
         self.rollbacks += 1
         self.stand_at(checkpoint)
+        self._ranks.lead(lambda: self._conclude(recovery, checkpoint))
+        return checkpoint
+
+    def _conclude(self, recovery: Recovery, checkpoint: Checkpoint) -> None:
         detail = f"rolled back from step {recovery.step} to {checkpoint.name}"
         self._answer(recovery, "done", detail, resumed=checkpoint)
         # Last, and before training goes on: until here all of it can be done again.
         self._ledger.update(recovery=None)
-        return checkpoint
 
     def _halt(self, recovery: Recovery, sentence: str) -> RecoveryHaltedError:
         self._ledger.update(phase="halted")

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy
 import torch
+import torch.distributed as dist
 
 log = logging.getLogger(__name__)
 
@@ -33,13 +34,19 @@ def capture() -> dict[str, Any]:
             "cached_gaussian": float(cached),
         },
         "torch": torch.get_rng_state(),
-        # Asking would initialise CUDA in a run that does not use it.
-        "cuda": torch.cuda.get_rng_state_all() if _cuda_in_use() else [],
+        "cuda": [torch.cuda.get_rng_state(device) for device in _devices()],
     }
 
 
-def _cuda_in_use() -> bool:
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+def _devices() -> list[int]:
+    """The CUDA devices of this process."""
+    # Asking would initialise CUDA in a run that does not use it.
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return []
+    if dist.is_available() and dist.is_initialized():
+        # One a rank; the others' would be given memory here by being asked.
+        return [torch.cuda.current_device()]
+    return list(range(torch.cuda.device_count()))
 
 
 def restore(state: dict[str, Any]) -> None:
@@ -57,13 +64,21 @@ def restore(state: dict[str, Any]) -> None:
         )
     )
     torch.set_rng_state(state["torch"])
-    devices = torch.cuda.device_count() if state["cuda"] else 0
-    if devices < len(state["cuda"]):
+    devices = _devices() if state["cuda"] else []
+    if len(devices) < len(state["cuda"]):
         log.warning(
             "the checkpoint holds random states of %d CUDA devices, here are %d: "
             "draws on CUDA will differ from those of the run that saved it",
             len(state["cuda"]),
-            devices,
+            len(devices),
         )
-    for device, device_state in enumerate(state["cuda"][:devices]):
+    for device, device_state in zip(devices, state["cuda"], strict=False):
         torch.cuda.set_rng_state(device_state, device)
+
+
+def reseed(rank: int) -> None:
+    """Part ways with the other ranks that were given the same state."""
+    seed = int(torch.randint(2**31, ())) + rank
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)

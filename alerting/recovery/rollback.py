@@ -8,34 +8,35 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 from alerting.exceptions import CheckpointError, RecoveryHaltedError
 from alerting.recovery.checkpoints import CheckpointStore
-from alerting.recovery.detector import Detector
 from alerting.recovery.health import verdict
 from alerting.recovery.ledger import LedgerFile, Recovery
 from alerting.recovery.lineage import Checkpoint, before_onset, line
+from alerting.recovery.ranks import Ranks
 from alerting.recovery.training_state import TrainingState
 
 log = logging.getLogger(__name__)
 
 
 class Rollback:
-    """Chooses checkpoints and loads them."""
+    """Chooses checkpoints (rank 0) and loads them (all ranks)."""
 
     def __init__(
         self,
         *,
         store: CheckpointStore,
         state: TrainingState,
-        detector: Detector,
         ledger: LedgerFile,
+        ranks: Ranks,
         onset_margin_steps: int,
     ) -> None:
+        self._ranks = ranks
         self._store = store
         self._state = state
-        self._detector = detector
         self._ledger = ledger
         self._margin = onset_margin_steps
 
@@ -57,14 +58,9 @@ class Rollback:
             CheckpointError: it is whole, yet does not load. The code has changed, not the
                 checkpoint, so going further back would not help and could lose good steps.
         """
-        own = self.line()
-        for checkpoint in self._whole(c for c in own if c.healthy):
-            self._load(checkpoint)
-            return checkpoint
-        raise RecoveryHaltedError(
-            f"none of the {len(own)} checkpoints that this run descends from is healthy and whole; "
-            f"look at {self._store.path}"
-        )
+        checkpoint = self._ranks.lead(self._newest_healthy)
+        self._load(checkpoint)
+        return checkpoint
 
     def mark_suspects(self, recovery: Recovery) -> None:
         """Record on disk which checkpoints were saved too late to be trusted."""
@@ -90,28 +86,54 @@ class Rollback:
             RecoveryHaltedError: there is none.
             CheckpointError: see `starting`.
         """
-        self.mark_suspects(recovery)
-        onset = _onset(recovery)
-        for checkpoint in self._whole(self._candidates(self.line(), recovery)):
-            # On disk before training goes on: from here a crash resumes on the new line.
-            self._ledger.update(
-                generation=recovery.generation + 1,
-                base=tuple(c.name for c in self.descent(checkpoint)),
-                last_onset=onset,
-                recovery=dataclasses.replace(recovery, target=checkpoint.name),
-            )
+        for way in self._ranks.lead(lambda: self._ways_back(recovery)):
+            if not self._ranks.lead(partial(self._settle_on, way, recovery)):
+                continue
+            checkpoint = way[0]
             try:
                 self._load(checkpoint)
             except CheckpointError as error:
                 if starting:
                     raise
                 # These very objects saved it, and half of it is in them now: try the next one.
-                self._store.mark(checkpoint, verdict("corrupt", str(error)))
+                corrupt = verdict("corrupt", str(error))
+                self._ranks.lead(partial(self._store.mark, checkpoint, corrupt))
                 continue
             return checkpoint
         raise RecoveryHaltedError(
-            f"there is no healthy checkpoint from before step {onset} to roll back to"
+            f"there is no healthy checkpoint from before step {_onset(recovery)} to roll back to"
         )
+
+    def _newest_healthy(self) -> Checkpoint:
+        own = self.line()
+        for checkpoint in own:
+            if checkpoint.healthy and self._store.verify(checkpoint):
+                return checkpoint
+        raise RecoveryHaltedError(
+            f"none of the {len(own)} checkpoints that this run descends from is healthy and whole; "
+            f"look at {self._store.path}"
+        )
+
+    def _ways_back(self, recovery: Recovery) -> list[list[Checkpoint]]:
+        """The checkpoints to try, the best first, each with what it descends from."""
+        self.mark_suspects(recovery)
+        own = self.line()
+        return [own[own.index(c) :] for c in self._candidates(own, recovery)]
+
+    def _settle_on(self, way: Sequence[Checkpoint], recovery: Recovery) -> bool:
+        """Go back to the first of `way` if it is whole: on disk before training goes on.
+
+        From here a crash resumes on the new line.
+        """
+        if not self._store.verify(way[0]):
+            return False
+        self._ledger.update(
+            generation=recovery.generation + 1,
+            base=tuple(c.name for c in way),
+            last_onset=_onset(recovery),
+            recovery=dataclasses.replace(recovery, target=way[0].name),
+        )
+        return True
 
     def _candidates(self, own: Sequence[Checkpoint], recovery: Recovery) -> list[Checkpoint]:
         onset = _onset(recovery)
@@ -122,12 +144,8 @@ class Rollback:
             found = [*found[1:], found[0]]
         return found
 
-    def _whole(self, checkpoints: Iterator[Checkpoint] | list[Checkpoint]) -> Iterator[Checkpoint]:
-        return (c for c in checkpoints if self._store.verify(c))
-
     def _load(self, checkpoint: Checkpoint) -> None:
-        with self._detector.paused():
-            self._state.restore(checkpoint.folder)
+        self._state.restore(checkpoint.folder, checkpoint.manifest.world_size)
 
 
 def _onset(recovery: Recovery) -> int:

@@ -1,7 +1,8 @@
 """One save: the copies are made at the step boundary, the files are written behind training's back.
 
-The folder is complete, synced and has its manifest when the save is done; its name is given by the
-training thread, at a boundary.
+Each rank writes its own files and says what they are; rank 0 writes the manifest, last. The folder
+is complete and synced when the save is done; its name is given by the training thread, at a
+boundary.
 """
 
 from __future__ import annotations
@@ -9,70 +10,74 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from concurrent.futures import Executor, Future, wait
+import warnings
+from concurrent.futures import Executor, Future
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from alerting.files import sync_folder
 from alerting.recovery.checkpoints import stored_file
-from alerting.recovery.manifest import Manifest
-from alerting.recovery.training_state import RANK_FILE, Snapshot
+from alerting.recovery.manifest import Manifest, StoredFile
+from alerting.recovery.ranks import Ranks
+from alerting.recovery.training_state import Snapshot, rank_file
 
 
 class Save:
-    """A save under way."""
+    """A save under way.
 
-    def __init__(self, manifest: Manifest, written: Future[float]) -> None:
-        self.manifest = manifest
-        self._written = written
+    Args:
+        snapshot: this rank's part of the state, copied already.
+        draft: the manifest, but for the files.
+        folder: where to; it is there, and empty.
+        ranks: of the writing threads.
+        executor: runs the writing.
+    """
 
-    @classmethod
-    def begin(cls, snapshot: Snapshot, draft: Manifest, folder: Path, executor: Executor) -> Save:
-        """Copy the live tensors and start writing into the new folder `folder`.
-
-        Args:
-            snapshot: the state; its live tensors may change as soon as this returns.
-            draft: the manifest, but for the files.
-            folder: must not exist.
-            executor: runs the writing.
-        """
+    def __init__(
+        self, snapshot: Snapshot, draft: Manifest, folder: Path, ranks: Ranks, executor: Executor
+    ) -> None:
+        self.manifest = draft
         began = time.monotonic()
-        folder.mkdir()
-        # Stages a copy before it returns; without a process group, as there is one rank.
-        begun = async_save(snapshot.sharded, checkpoint_id=folder, no_dist=True)
-        tensors = begun.upload_completion if isinstance(begun, AsyncSaveResponse) else begun
-        return cls(draft, executor.submit(_write, tensors, snapshot.rank, draft, folder, began))
+        self._written: Future[float] = executor.submit(
+            _write, snapshot, draft, folder, ranks, began
+        )
 
     @property
     def done(self) -> bool:
-        """Whether `result` returns at once."""
+        """Whether this rank's `result` returns at once."""
         return self._written.done()
 
     def result(self) -> float:
-        """Wait for the files; the seconds that the save took. Raises what went wrong."""
+        """Wait for the files; the seconds that the save took. Raises what failed, on any rank."""
         return self._written.result()
 
 
-def _write(
-    tensors: Future[Any], rank: dict[str, Any], draft: Manifest, folder: Path, began: float
-) -> float:
-    try:
-        with (folder / RANK_FILE).open("wb") as file:
-            torch.save(rank, file)
+def _write(snapshot: Snapshot, draft: Manifest, folder: Path, ranks: Ranks, began: float) -> float:
+    alone = ranks.group is None
+    with ranks.united():
+        with warnings.catch_warnings():
+            # That a single process saves is meant so.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            save(snapshot.sharded, checkpoint_id=folder, process_group=ranks.group, no_dist=alone)
+        with (folder / rank_file(ranks.rank)).open("wb") as file:
+            torch.save(snapshot.rank, file)
             file.flush()
             os.fsync(file.fileno())
-    finally:
-        # Nobody may clear the folder away while the tensors are still being written into it.
-        wait([tensors])
-    tensors.result()
-    files = {
-        str(path.relative_to(folder)): stored_file(path)
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
-    sync_folder(folder)
-    dataclasses.replace(draft, files=files).write(folder)
+        files = {path.name: stored_file(path) for path in _own(folder, ranks.rank)}
+        sync_folder(folder)
+    parts = ranks.gather(files)
+    ranks.lead(lambda: _complete(draft, parts, folder))
     return time.monotonic() - began
+
+
+def _own(folder: Path, rank: int) -> list[Path]:
+    """What this rank has written: torch.distributed.checkpoint puts the rank into its names."""
+    names = [rank_file(rank), *([".metadata"] if rank == 0 else [])]
+    return [folder / name for name in names] + sorted(folder.glob(f"__{rank}_*"))
+
+
+def _complete(draft: Manifest, parts: list[dict[str, StoredFile]], folder: Path) -> None:
+    files = {name: stored for part in parts for name, stored in part.items()}
+    dataclasses.replace(draft, files=files).write(folder)

@@ -2,10 +2,44 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, get_args
 
 from alerting.exceptions import ConfigError
 from alerting.recovery.detector import Detector
+
+RecoverBy = Literal["rollback", "restart"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """As `TrainingGuard` documents them.
+
+    Raises:
+        ConfigError: one of them makes no sense.
+    """
+
+    save_every_steps: int
+    save_every_seconds: float
+    keep: int
+    onset_margin_steps: int
+    confirm_after_steps: int
+    max_rollbacks: int
+    check_every: int
+    recover_by: RecoverBy
+
+    def __post_init__(self) -> None:
+        require_whole("save_every_steps", self.save_every_steps, 1)
+        require_seconds("save_every_seconds", self.save_every_seconds)
+        require_whole("keep", self.keep, 2)
+        require_whole("onset_margin_steps", self.onset_margin_steps, 0)
+        require_whole("confirm_after_steps", self.confirm_after_steps, 1)
+        require_whole("max_rollbacks", self.max_rollbacks, 0)
+        require_whole("check_every", self.check_every, 1)
+        if self.recover_by not in get_args(RecoverBy):
+            choices = " or ".join(map(repr, get_args(RecoverBy)))
+            raise ConfigError(f"recover_by is {self.recover_by!r}, must be {choices}")
 
 
 def require_whole(name: str, value: object, least: int) -> None:

@@ -9,11 +9,12 @@ import logging
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -28,13 +29,19 @@ from alerting.recovery import rng
 from alerting.recovery.detector import Detector
 from alerting.recovery.failures import FAILURES, cause
 from alerting.recovery.position import LoaderPosition
+from alerting.recovery.ranks import Ranks
 from alerting.recovery.staging import staged
 
 log = logging.getLogger(__name__)
 
-RANK_FILE = "rank-00000.pt"
-"""A file a rank: random states differ between ranks, and torch.distributed.checkpoint keeps one
-value of a key that several ranks save."""
+
+def rank_file(rank: int) -> str:
+    """The name of the file of what is a rank's own.
+
+    A file a rank: random states differ between ranks, and torch.distributed.checkpoint keeps one
+    value of a key that several ranks save.
+    """
+    return f"rank-{rank:05d}.pt"
 
 
 class Stateful(Protocol):
@@ -51,11 +58,11 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A training state at a step boundary.
+    """A copy, in host memory, of a training state at a step boundary.
 
     Attributes:
-        sharded: for torch.distributed.checkpoint; still the live tensors.
-        rank: everything else, copied.
+        sharded: this rank's part of what torch.distributed.checkpoint saves.
+        rank: everything else.
     """
 
     sharded: dict[str, Any]
@@ -75,6 +82,7 @@ class TrainingState:
         extra: Mapping[str, Stateful],
         position: LoaderPosition,
         detector: Detector,
+        ranks: Ranks,
     ) -> None:
         self._model = model
         self._optimizer = optimizer
@@ -90,13 +98,29 @@ class TrainingState:
                 raise ConfigError(f"{name} has no state_dict and load_state_dict")
         self.position = position
         self._detector = detector
+        self._ranks = ranks
+        # Its buffers are used again by the next save: first use of fresh memory took 0.5 s for 350
+        # MB, a copy into what was used before 0.03 s. Pinned, a copy from a device is faster too.
+        on_cuda = torch.cuda.is_available()
+        self._stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=on_cuda,
+                use_shared_memory=False,
+                use_async_staging=False,
+                use_non_blocking_copy=on_cuda,
+            )
+        )
 
     def capture(self, step: int) -> Snapshot:
-        """The state after `step` steps.
+        """A copy of the state after `step` steps, good until the next one is made.
 
         Raises:
             CheckpointError: some object's state holds what a checkpoint cannot.
         """
+        with self._detector.paused():
+            return self._capture(step)
+
+    def _capture(self, step: int) -> Snapshot:
         sharded: dict[str, Any] = {"model": get_model_state_dict(self._model)}
         optimizer = None
         if self._optimizer.state:
@@ -115,34 +139,54 @@ class TrainingState:
             "detector": staged(self._detector.state_dict(), "the exporter's state"),
             "rng": staged(rng.capture(), "the random state"),
         }
-        return Snapshot(sharded, rank)
+        copied = self._stager.stage(sharded)
+        # Only with `use_async_staging` is it something else.
+        return Snapshot(cast(dict[str, Any], copied), rank)
 
-    def restore(self, folder: Path) -> None:
-        """Put back what was captured into the checkpoint `folder`.
+    def restore(self, folder: Path, world_size: int) -> None:
+        """Put back, on each rank, what was captured into the checkpoint `folder`.
+
+        Args:
+            folder: the checkpoint's.
+            world_size: of the ranks that saved it. With as many now, each gets its own state back.
+                With others, the weights are dealt out anew, and a rank goes on from the random
+                state, the data and the small state of the rank of its number, counted round.
 
         Raises:
-            CheckpointError: it does not fit these objects, or cannot be read. Some of them may
-                have been overwritten.
+            CheckpointError: it does not fit these objects, or cannot be read, on some rank. Some
+                of them may have been overwritten.
         """
         try:
-            rank = torch.load(folder / RANK_FILE, weights_only=True, map_location="cpu")
-            self._require_objects(folder.name, rank["others"].keys())
-            # Gradients of the step that failed must not enter the first one after it.
-            self._optimizer.zero_grad(set_to_none=True)
-            self._load_sharded(folder, rank["optimizer"])
-            for name, value in self._others.items():
-                value.load_state_dict(rank["others"][name])
-            self._restore_detector(rank["detector"])
-            self._optimizer.zero_grad(set_to_none=True)
-            self.position.load_state_dict(rank["position"])
-            # After the new iterator, whose making draws from it.
-            rng.restore(rank["rng"])
+            with self._detector.paused():
+                self._restore(folder, world_size)
         except CheckpointError:
             raise
         except FAILURES as error:
             raise CheckpointError(
                 f"checkpoint {folder.name} cannot be loaded: {cause(error)}"
             ) from error
+
+    def _restore(self, folder: Path, world_size: int) -> None:
+        ranks, source = self._ranks, self._ranks.rank % world_size
+        # In parts: a rank that cannot go on must not leave the others inside the loading.
+        with ranks.united():
+            rank = torch.load(folder / rank_file(source), weights_only=True, map_location="cpu")
+            self._require_objects(folder.name, rank["others"].keys())
+            # Gradients of the step that failed must not enter the first one after it.
+            self._optimizer.zero_grad(set_to_none=True)
+            target, reader = self._sharded_target(folder, rank["optimizer"])
+        with ranks.united():
+            self._load_sharded(target, reader, rank["optimizer"])
+            for name, value in self._others.items():
+                value.load_state_dict(rank["others"][name])
+            self._restore_detector(rank["detector"])
+            self._optimizer.zero_grad(set_to_none=True)
+            self.position.load_state_dict(rank["position"], world_size / ranks.size)
+            # After the new iterator, whose making draws from it.
+            rng.restore(rank["rng"])
+            if source != ranks.rank:
+                # Two ranks with one random state would drop the same activations.
+                rng.reseed(ranks.rank)
 
     def _restore_detector(self, state: dict[str, Any]) -> None:
         if not state:
@@ -164,7 +208,10 @@ class TrainingState:
                     + ", ".join(sorted(missing))
                 )
 
-    def _load_sharded(self, folder: Path, fresh_optimizer: dict[str, Any] | None) -> None:
+    def _sharded_target(
+        self, folder: Path, fresh_optimizer: dict[str, Any] | None
+    ) -> tuple[dict[str, Any], FileSystemReader]:
+        """The tensors to load into, of the names that the checkpoint has."""
         target: dict[str, Any] = {"model": get_model_state_dict(self._model)}
         # What it holds now may be of fewer parameters than the checkpoint's; emptied, it is made
         # anew for all of them.
@@ -188,7 +235,16 @@ class TrainingState:
                 f"checkpoint {folder.name} holds parameters that this model or optimizer lacks: "
                 + ", ".join(sorted(map(str, surplus))[:5])
             )
-        load(target, storage_reader=reader, no_dist=True)
+        return target, reader
+
+    def _load_sharded(
+        self,
+        target: dict[str, Any],
+        reader: FileSystemReader,
+        fresh_optimizer: dict[str, Any] | None,
+    ) -> None:
+        group = self._ranks.group
+        load(target, storage_reader=reader, process_group=group, no_dist=group is None)
         set_model_state_dict(self._model, target["model"])
         if fresh_optimizer is not None:
             self._optimizer.load_state_dict(fresh_optimizer)
@@ -198,21 +254,6 @@ class TrainingState:
                 self._optimizer,
                 target["optimizer"],
                 options=StateDictOptions(strict=False),
-            )
-
-
-def require_one_rank() -> None:
-    """Refuse a process that trains together with others.
-
-    Raises:
-        ConfigError: it does.
-    """
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        ranks = distributed.get_world_size()
-        if ranks > 1:
-            raise ConfigError(
-                f"this version guards runs of one process only, and {ranks} ranks train here"
             )
 
 

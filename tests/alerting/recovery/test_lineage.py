@@ -23,7 +23,7 @@ def checkpoint(number, step, *, generation=0, parents=(), kind="periodic", healt
         ancestors=tuple(parents[1:]),
         world_size=1,
         data=None,
-        torch="2",
+        versions={"torch": "2"},
         created_at=0.0,
         files={},
     )

@@ -169,7 +169,7 @@ class Trainer:
 
     def wait_for_files(self) -> None:
         """These steps take a millisecond: without waiting, saves would fall on any step."""
-        save = self.guard._saver._save
+        save = self.guard._run.saver._save
         deadline = time.monotonic() + 30
         while save is not None and not save.done:
             assert time.monotonic() < deadline
