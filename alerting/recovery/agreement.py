@@ -71,7 +71,8 @@ class Agreement:
         every: a vote each so many steps.
 
     Attributes:
-        delay: steps from a vote to the boundary at which it is acted on.
+        ahead: steps from a vote to the last boundary before the next one can be acted on: what is
+            due until then must be voted for.
     """
 
     def __init__(self, ranks: Ranks, every: int) -> None:
@@ -79,7 +80,7 @@ class Agreement:
         self._every = every
         self._votes: torch.Tensor | None = None
         self._wait: Callable[[], None] | None = None
-        self.delay = 0 if ranks.size == 1 else 1
+        self.ahead = 0 if ranks.size == 1 else every
 
     def settle(self, vote: Callable[[], Vote], *, last: bool) -> Vote | None:
         """What to act on at this boundary, or None where no vote was due.

@@ -231,7 +231,7 @@ class GuardedRun:
             return Vote(
                 recover=leads and self._mailbox.find("recover") is not None,
                 back_up=leads and self._mailbox.find("checkpoint") is not None,
-                save=leads and self._schedule.due(step + self._agreement.delay),
+                save=leads and self._schedule.due(step + self._agreement.ahead),
                 stop=self._signals.received,
                 writing=self.saver.writing,
                 failed=self._failure is not None,

@@ -185,16 +185,7 @@ class Trainer:
 
     def ask(self, action: Action, generation: int = 0, run: str = "toy") -> str:
         """Open a request, as the receiver does."""
-        request = Request(
-            id=new_request_id(),
-            run=run,
-            generation=generation,
-            action=action,
-            alert="Test",
-            created_at=0.0,
-        )
-        assert self.control.claim(request)
-        return request.id
+        return open_request(self.folder, action, generation, run)
 
     def break_model(self) -> None:
         """The fault: a weight a hundredfold, which the detector sees in this step."""
@@ -209,6 +200,20 @@ class Trainer:
 
     def health(self, name: str) -> str:
         return read_json(self.folder / "checkpoints" / name / "health.json")["health"]
+
+
+def open_request(folder: Path, action: Action, generation: int = 0, run: str = "toy") -> str:
+    """Ask the guard of the run folder, as the receiver does."""
+    request = Request(
+        id=new_request_id(),
+        run=run,
+        generation=generation,
+        action=action,
+        alert="Test",
+        created_at=0.0,
+    )
+    assert ControlDirectory(folder / "control").claim(request)
+    return request.id
 
 
 def read_json(path: Path) -> dict[str, Any]:
