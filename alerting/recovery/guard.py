@@ -15,6 +15,7 @@ from torch import nn
 
 from alerting.control import ControlDirectory, Request
 from alerting.exceptions import CheckpointError, RecoveryHaltedError
+from alerting.heartbeat import HeartbeatFile
 from alerting.recovery.checkpoints import CheckpointStore
 from alerting.recovery.confirmations import Confirmations
 from alerting.recovery.detector import Detector, Unwatched
@@ -112,6 +113,7 @@ class TrainingGuard:
             detector=self._detector,
         )
         self._control = ControlDirectory(self._folder / "control")
+        self._heartbeat = HeartbeatFile(self._control.path)
         self._ledger = LedgerFile(self._folder / "guard.json", name)
         self._mailbox = Mailbox(self._control, self._ledger, max_rollbacks)
         self._store = CheckpointStore(self._folder / "checkpoints")
@@ -244,6 +246,7 @@ class TrainingGuard:
     def _boundary(self, step: int, total_steps: int) -> int:
         """What there is to do after step `step`; the step that the run stands at afterwards."""
         self._detector.step(step)
+        self._heartbeat.beat(self._ledger.now.generation, step)
         saving = self._saver.busy
         published = self._saver.publish_if_done()
         if published is not None:
