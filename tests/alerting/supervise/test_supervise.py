@@ -21,6 +21,7 @@ from tests.alerting.supervise.child import STEPS
 
 COMMAND = Path(sys.executable).with_name("act-alerting")
 CHILD = "tests.alerting.supervise.child"
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1")
 WAIT_SECONDS = 60
 
 
@@ -60,6 +61,12 @@ class Run:
 
     def words(self) -> str:
         return self.said.read_text()
+
+    def ready(self) -> int:
+        """Wait for the trainer to say that it is; its process id."""
+        sign = self.folder / "ready"
+        until(lambda: sign.exists() and sign.read_text() != "")
+        return int(sign.read_text())
 
     def starts(self) -> int:
         return self.words().count("Started ")
@@ -101,9 +108,9 @@ class TestRestarts:
         assert run.starts() == 2
         assert "started at once" in run.words()
 
-    def test_under_torchrun(self, run, tmp_path) -> None:
-        torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
-        assert run.supervise("crash", launcher=(*torchrun, "--nproc-per-node=1")) == 0, run.words()
+    @pytest.mark.parametrize("fault", ["crash", "sleep"])
+    def test_under_torchrun(self, run, tmp_path, fault) -> None:
+        assert run.supervise(fault, launcher=TORCHRUN) == 0, run.words()
         assert run.starts() == 2
         assert run.resumed_bitwise(tmp_path)
 
@@ -166,14 +173,14 @@ class TestSignals:
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
     def test_the_trainer_ends_with_the_supervisor(self, run, number) -> None:
         with run.started("ready", "1", "--stall-seconds", "0", "--start-seconds", "0") as process:
-            until((run.folder / "ready").exists)
+            trainer = run.ready()
             process.send_signal(number)
             assert process.wait(WAIT_SECONDS) == RESTART
-        assert not lives(int((run.folder / "ready").read_text() or 0))
+            assert not lives(trainer)
 
     def test_usr1_reaches_the_trainer(self, run) -> None:
         with run.started("ready", "1", "--stall-seconds", "0", "--start-seconds", "0") as process:
-            until((run.folder / "ready").exists)
+            run.ready()
             process.send_signal(signal.SIGUSR1)
             until((run.folder / "usr1").exists)
             assert process.poll() is None
@@ -184,12 +191,13 @@ class TestSignals:
             process.send_signal(signal.SIGTERM)
             assert process.wait(WAIT_SECONDS) == RESTART
 
-    def test_the_trainer_does_not_outlive_a_killed_supervisor(self, run) -> None:
-        with run.started("ready", "1", "--stall-seconds", "0", "--start-seconds", "0") as process:
-            until((run.folder / "ready").exists)
-            until(lambda: (run.folder / "ready").read_text() != "")
+    @pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["plain", "torchrun"])
+    def test_the_trainer_does_not_outlive_a_killed_supervisor(self, run, launcher) -> None:
+        patient = ("--stall-seconds", "0", "--start-seconds", "0")
+        with run.started("ready", "1", *patient, launcher=launcher) as process:
+            trainer = run.ready()
             process.kill()
-            until(lambda: not lives(int((run.folder / "ready").read_text())))
+            until(lambda: not lives(trainer))
 
 
 class TestWithoutARunFolder:
