@@ -2,8 +2,8 @@
 
 Exit codes: 0 after a clean end; 1 when the port is in use, a test message was not taken, a file
 would be overwritten, an alert reaches nobody or the database cannot be read; 2 when a setting is
-wrong. typer and the server are imported when used: without the extra `alerting` this says how to
-get them.
+wrong. `supervise` has more: docs/supervise.md. typer and the server are imported when used: without
+the extra `alerting` this says how to get them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import contextlib
 import importlib.metadata
 import importlib.util
 import logging
-import os
 import shutil
 import signal
 import socket
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from alerting.exceptions import AlertingError, ConfigError, NotSentError
+from alerting.logs import configure_logging
 from alerting.phrases import LANGUAGES
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 GRACE_SECONDS = 3
 """How long open connections may finish after SIGTERM; what is cut off is sent again."""
 
@@ -54,6 +53,7 @@ def _application() -> typer.Typer:
     import typer
 
     from alerting import help as texts
+    from alerting.supervise import command as supervise
 
     # Plain tracebacks: typer's show the values of locals, and one of those is the token.
     app = typer.Typer(
@@ -90,18 +90,14 @@ def _application() -> typer.Typer:
         from alerting.settings import load_settings
 
         try:
-            level = _log_level(os.environ.get("ACT_LOG_LEVEL", "INFO"))
+            configure_logging()
             options = {
                 "listen": listen,
                 "runs": runs,
                 "database": database,
                 "token_file": token_file,
             }
-            settings = load_settings(config, options)
-            logging.basicConfig(
-                level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-            )
-            _serve(settings)
+            _serve(load_settings(config, options))
         except ConfigError as error:
             _fail(str(error), 2)
         except AlertingError as error:
@@ -204,6 +200,7 @@ def _application() -> typer.Typer:
         if refused:
             sys.exit(1)
 
+    supervise.register(app)
     return app
 
 
@@ -337,12 +334,6 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.close()
         _fail(f"Cannot listen on {host}:{port}: {error.strerror}.", 1)
     return listener
-
-
-def _log_level(name: str) -> str:
-    if name.upper() not in LOG_LEVELS:
-        raise ConfigError(f"ACT_LOG_LEVEL: must be one of {', '.join(LOG_LEVELS)}, not {name!r}.")
-    return name.upper()
 
 
 def _fail(sentence: str, code: int) -> NoReturn:

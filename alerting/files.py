@@ -7,20 +7,32 @@ import os
 from pathlib import Path
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replace `path` so that a reader, or the next boot, finds the old text or the new one."""
+def write_atomically(path: Path, text: str, *, durable: bool = True) -> None:
+    """Replace `path` so that a reader, or the next boot, finds the old text or the new one.
+
+    Args:
+        path: the file.
+        text: its new content.
+        durable: wait for the disk; otherwise only a reader is promised one of the two, and a power
+            cut may leave neither.
+
+    Raises:
+        OSError: it could not be written.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("w", encoding="utf-8") as file:
             file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         temporary.replace(path)
     except OSError:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
+    if durable:
+        sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:

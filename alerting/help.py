@@ -76,3 +76,21 @@ Example:
 ```
 act-alerting check alertmanager.yml --config receiver.yml
 ```"""
+
+
+SUPERVISE_HELP = """Run a trainer, and start it again within seconds after a crash or a hang.
+
+With --run-folder, that of the trainer's guard, the supervisor sees from the guard's heartbeat
+whether steps end, and from its status whether the run has halted or finished. Restarts are counted
+in that folder until the run gets further than ever before. Without it only crashes are noticed.
+
+Example:
+
+```
+act-alerting supervise --run-folder runs/gpt -- \\
+    torchrun --standalone --nproc-per-node=8 train.py
+```
+
+Exit codes: 0 finished; 2 a setting is wrong; 69 given up, as restarts brought no progress; 75 ended
+by SIGTERM, SIGINT or SIGHUP before the end: start it again; 78 halted by the guard: people must
+look. docs/supervise.md has them for systemd, Slurm and Kubernetes."""

@@ -84,6 +84,7 @@ class RecoveryProcedure:
             self._ranks.lead(lambda: self._give_up(recovery))
         if self._restart:
             log.warning("step %d: ending, for the next process to roll back", step)
+            self._ranks.lead(lambda: self._mailbox.tell("stopped", step))
             raise SystemExit(RESTART)
         return self._go_back(recovery, starting=False)
 

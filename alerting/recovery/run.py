@@ -15,6 +15,7 @@ from typing import Literal
 from alerting.control import ControlDirectory, Request
 from alerting.exceptions import CheckpointError, RecoveryHaltedError
 from alerting.exit_codes import RESTART
+from alerting.heartbeat import HeartbeatFile
 from alerting.recovery.agreement import Agreement, Vote
 from alerting.recovery.checkpoints import CheckpointStore
 from alerting.recovery.confirmations import Confirmations
@@ -68,6 +69,7 @@ class GuardedRun:
             steps=settings.save_every_steps, seconds=settings.save_every_seconds
         )
         self._control = ControlDirectory(folder / "control")
+        self._heartbeat = HeartbeatFile(self._control.path)
         self._ledger = LedgerFile(folder / "guard.json", name)
         self._mailbox = Mailbox(self._control, self._ledger, settings.max_rollbacks)
         self._store = CheckpointStore(folder / "checkpoints")
@@ -218,10 +220,12 @@ class GuardedRun:
         """What each rank does by itself; what it raises is raised on all, once all have voted."""
         try:
             self._detector.step(step)
-            if self._ranks.rank == 0 and self._confirmations.check(step):
-                # The budget may be whole again.
-                self._mailbox.tell("running", step)
-                self._show()
+            if self._ranks.rank == 0:
+                self._heartbeat.beat(self._ledger.now.generation, step)
+                if self._confirmations.check(step):
+                    # The budget may be whole again.
+                    self._mailbox.tell("running", step)
+                    self._show()
         except Exception as error:
             self._failure = error
 
