@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from alerting.exceptions import CheckpointError, RecoveryHaltedError
 from alerting.recovery.checkpoints import CheckpointStore
 from alerting.recovery.detector import Detector
 from alerting.recovery.health import verdict
 from alerting.recovery.ledger import LedgerFile, Recovery
-from alerting.recovery.lineage import Checkpoint, before_onset, line
+from alerting.recovery.lineage import Checkpoint, before_onset, choose, line, too_late
 from alerting.recovery.training_state import TrainingState
 
 log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class Rollback:
                 checkpoint, so going further back would not help and could lose good steps.
         """
         own = self.line()
-        for checkpoint in self._whole(c for c in own if c.healthy):
+        for checkpoint in self._whole(choose(own, line=own).candidates):
             self._load(checkpoint)
             return checkpoint
         raise RecoveryHaltedError(
@@ -75,7 +75,7 @@ class Rollback:
                 checkpoint.name in own or checkpoint.manifest.generation == recovery.generation
             )
             if concerned and not before_onset(checkpoint.step, onset, self._margin):
-                reason = f"saved at or after step {onset - self._margin}; step {onset} was bad"
+                reason = too_late(onset, self._margin)
                 self._store.mark(checkpoint, verdict("suspect", reason))
 
     def go_back(self, recovery: Recovery, *, starting: bool) -> Checkpoint:
@@ -113,16 +113,17 @@ class Rollback:
             f"there is no healthy checkpoint from before step {onset} to roll back to"
         )
 
-    def _candidates(self, own: Sequence[Checkpoint], recovery: Recovery) -> list[Checkpoint]:
-        onset = _onset(recovery)
-        found = [c for c in own if c.healthy and before_onset(c.step, onset, self._margin)]
-        repeated = recovery.target is None and self._ledger.now.resumed_from is not None
-        if repeated and found and found[0].name == self._ledger.now.resumed_from:
-            # The anomaly came again from the same place: one further back, if there is one.
-            found = [*found[1:], found[0]]
-        return found
+    def _candidates(self, own: Sequence[Checkpoint], recovery: Recovery) -> Sequence[Checkpoint]:
+        return choose(
+            own,
+            line=own,
+            onset=_onset(recovery),
+            margin=self._margin,
+            # Of a recovery that has its target already, this is the target.
+            resumed_from=self._ledger.now.resumed_from if recovery.target is None else None,
+        ).candidates
 
-    def _whole(self, checkpoints: Iterator[Checkpoint] | list[Checkpoint]) -> Iterator[Checkpoint]:
+    def _whole(self, checkpoints: Iterable[Checkpoint]) -> Iterator[Checkpoint]:
         return (c for c in checkpoints if self._store.verify(c))
 
     def _load(self, checkpoint: Checkpoint) -> None:
