@@ -1,9 +1,9 @@
 """`act-alerting`: the receiver's command line, the one place that reads the environment.
 
 Exit codes: 0 after a clean end; 1 when the port is in use, a test message was not taken, a file
-would be overwritten, an alert reaches nobody or the database cannot be read; 2 when a setting is
-wrong. typer and the server are imported when used: without the extra `alerting` this says how to
-get them.
+would be overwritten, an alert reaches nobody, a checkpoint is not whole or the database cannot be
+read; 2 when a setting or a name is wrong. typer and the server are imported when used: without the
+extra `alerting` this says how to get them.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ def main() -> None:
 def _application() -> typer.Typer:
     import typer
 
+    from alerting import checkpoint_commands
     from alerting import help as texts
 
     # Plain tracebacks: typer's show the values of locals, and one of those is the token.
@@ -204,6 +205,7 @@ def _application() -> typer.Typer:
         if refused:
             sys.exit(1)
 
+    app.add_typer(checkpoint_commands.application(), name="checkpoints")
     return app
 
 

@@ -74,7 +74,7 @@ def before_onset(step: int, onset: int, margin: int) -> bool:
 
 def too_late(onset: int, margin: int) -> str:
     """Why a checkpoint that is not `before_onset` is not trusted."""
-    return f"saved at or after step {onset - margin}; step {onset} was bad"
+    return f"saved at or after step {max(onset - margin, 0)}; step {onset} was bad"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

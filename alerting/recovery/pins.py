@@ -11,7 +11,9 @@ import json
 import time
 from pathlib import Path
 
+from alerting.exceptions import CheckpointError
 from alerting.files import sync_folder, write_atomically
+from alerting.recovery.documents import Document
 
 FILE = "pinned.json"
 
@@ -43,3 +45,11 @@ def unpin(folder: Path) -> bool:
 def is_pinned(folder: Path) -> bool:
     """Whether the checkpoint in `folder` is pinned; a mangled pin holds too."""
     return (folder / FILE).exists()
+
+
+def read_reason(folder: Path) -> str:
+    """Why the checkpoint in `folder` is pinned; "" where nothing readable says so."""
+    try:
+        return Document.read(folder / FILE).get("reason", str)
+    except (FileNotFoundError, CheckpointError):
+        return ""
