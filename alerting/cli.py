@@ -1,9 +1,9 @@
 """`act-alerting`: the receiver's command line, the one place that reads the environment.
 
 Exit codes: 0 after a clean end; 1 when the port is in use, a test message was not taken, a file
-would be overwritten, an alert reaches nobody or the database cannot be read; 2 when a setting is
-wrong. `supervise` has more: docs/supervise.md. typer and the server are imported when used: without
-the extra `alerting` this says how to get them.
+would be overwritten, an alert reaches nobody, a checkpoint is not whole or the database cannot be
+read; 2 when a setting or a name is wrong. `supervise` has more: docs/supervise.md. typer and the
+server are imported when used: without the extra `alerting` this says how to get them.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ def main() -> None:
 def _application() -> typer.Typer:
     import typer
 
+    from alerting import checkpoint_commands
     from alerting import help as texts
     from alerting.supervise import command as supervise
 
@@ -201,6 +202,7 @@ def _application() -> typer.Typer:
             sys.exit(1)
 
     supervise.register(app)
+    app.add_typer(checkpoint_commands.application(), name="checkpoints")
     return app
 
 

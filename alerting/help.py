@@ -94,3 +94,86 @@ act-alerting supervise --run-folder runs/gpt -- \\
 Exit codes: 0 finished; 2 a setting is wrong; 69 given up, as restarts brought no progress; 75 ended
 by SIGTERM, SIGINT or SIGHUP before the end: start it again; 78 halted by the guard: people must
 look. docs/supervise.md has them for systemd, Slurm and Kubernetes."""
+
+
+CHECKPOINTS_HELP = """Look at a run's checkpoints, say which are to be trusted, and keep some.
+
+Works while the trainer runs and when it is dead. `list`, `verify` and `plan` change nothing.
+
+- confirmed: training went on from it for a clean stretch
+- pending: nothing bad is known, and not enough steps have passed
+- suspect: saved when the run was bad already, or a person said so; never gone on from
+- corrupt: a file is missing or altered, or it could not be loaded
+
+Example:
+
+```
+act-alerting checkpoints list runs/gpt
+```"""
+
+LIST_HELP = """Print a row a checkpoint, the newest first, and which one the next start takes.
+
+"on line" are those that the present training descends from; a rollback leaves others behind, which
+are not gone on from. Files are not read: see `verify`. Where the output is no terminal, columns are
+separated by tabs.
+
+Example:
+
+```
+act-alerting checkpoints list runs/gpt
+act-alerting checkpoints list runs/gpt --json | jq .next_start
+```"""
+
+VERIFY_HELP = """Compare files with the sizes and SHA-256 hashes of the manifest.
+
+Exit code 1 where one differs, and it says which file and how. No verdict is changed: the guard
+verifies what it loads, and takes an older checkpoint instead.
+
+Example:
+
+```
+act-alerting checkpoints verify runs/gpt --all
+```"""
+
+MARK_HELP = """Give your verdict on a checkpoint: suspect is never gone on from, confirmed is.
+
+It is recorded as the operator's, with your reason, over what the guard has said so far. What the
+guard finds later counts too, and the worse of the two holds. A corrupt checkpoint is verified
+first, and stays corrupt if its files are not whole.
+
+Example:
+
+```
+act-alerting checkpoints mark runs/gpt step-00004500-g0 suspect \\
+    --reason "trained on shard 17"
+```"""
+
+PIN_HELP = """Keep a checkpoint: no pinned one is ever deleted, and it takes no place among `keep`.
+
+Exit code 0 means that it stays, also where the guard was about to delete it.
+
+Example:
+
+```
+act-alerting checkpoints pin runs/gpt step-00004500-g0 --reason "for the paper"
+```"""
+
+UNPIN_HELP = """Let a checkpoint go: the guard may delete it when it next publishes one.
+
+Example:
+
+```
+act-alerting checkpoints unpin runs/gpt step-00004500-g0
+```"""
+
+PLAN_HELP = """Say where a rollback would go to, and why not to each newer checkpoint.
+
+The choice is the guard's own. Nothing is changed and nobody is asked, with or without --dry-run.
+The run folder does not tell the margin: give the trainer's `onset_margin_steps` where it is not 10.
+Exit code 1 where there is no checkpoint to roll back to.
+
+Example:
+
+```
+act-alerting checkpoints plan runs/gpt --onset 4700 --dry-run
+```"""

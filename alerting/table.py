@@ -1,8 +1,8 @@
-"""`act-alerting status`: the runs as a table in a terminal, and as plain lines elsewhere."""
+"""What `act-alerting` lists: a table in a terminal, and plain lines elsewhere."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TextIO
 
 from rich.console import Console
@@ -37,20 +37,25 @@ def print_runs(runs: Iterable[Overview | ControlError], now: float, out: TextIO)
         out: where to.
     """
     found = list(runs)
-    # A run's name is what somebody wrote into a file: it must not steer the terminal.
-    rows = [[clean(cell) for cell in _row(r, now)] for r in found if isinstance(r, Overview)]
+    print_table(COLUMNS, [_row(r, now) for r in found if isinstance(r, Overview)], out)
     problems = [clean(str(r)) for r in found if isinstance(r, ControlError)]
+    for problem in problems:
+        out.write(f"{problem}\n")
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], out: TextIO) -> None:
+    """Print the rows; tab-separated, a header first, where `out` is no terminal."""
+    # Names and reasons are what somebody wrote into a file: they must not steer the terminal.
+    cleaned = [[clean(cell) for cell in row] for row in rows]
     console = Console(file=out)
     if console.is_terminal:
-        table = Table(*COLUMNS)
-        for row in rows:
+        table = Table(*columns)
+        for row in cleaned:
             table.add_row(*(Text(cell) for cell in row))
         console.print(table)
     else:
-        for line in (COLUMNS, *rows):
+        for line in (columns, *cleaned):
             out.write("\t".join(line) + "\n")
-    for problem in problems:
-        out.write(f"{problem}\n")
 
 
 def ago(seconds: float) -> str:

@@ -5,7 +5,22 @@ from alerting.recovery import TrainingGuard
 ```
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from alerting.recovery.detector import Detector
-from alerting.recovery.guard import TrainingGuard
+
+if TYPE_CHECKING:
+    from alerting.recovery.guard import TrainingGuard
 
 __all__ = ["Detector", "TrainingGuard"]
+
+
+def __getattr__(name: str) -> object:
+    # Imported when used: torch takes seconds, and the commands that look at checkpoints need none.
+    if name == "TrainingGuard":
+        from alerting.recovery.guard import TrainingGuard
+
+        return TrainingGuard
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,8 +3,11 @@
     step-00000500-g0/            step 500 of generation 0
         manifest.json            written last
         health.json              replaced when the verdict changes
+        health-operator.json     what a person says over it, if somebody did
+        pinned.json              where a person wants it to stay
         rank-00000.pt  .metadata  __0_0.distcp
     .saving-step-00001000-g0/    not published yet
+    .deleting-step-00000000-g0/  half of it may be gone
     deletions.log                a line for each that was deleted
 
 What it did not write itself it neither reads, counts nor deletes.
@@ -14,8 +17,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from alerting.exceptions import CheckpointError
@@ -31,12 +36,15 @@ from alerting.recovery.manifest import (
     StoredFile,
     read_manifest,
 )
+from alerting.recovery.pins import is_pinned
 
 log = logging.getLogger(__name__)
 
 SAVING = ".saving-"
 DELETING = ".deleting-"
 DELETIONS = "deletions.log"
+_PIECE_BYTES = 1 << 20
+"""Read at once while hashing: large enough to be as fast as the disk, small enough for a bar."""
 
 
 class CheckpointStore:
@@ -62,6 +70,10 @@ class CheckpointStore:
             raise CheckpointError(f"{self.path} is a file; checkpoints need a folder") from None
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be made: {error}") from error
+        for condemned in self.path.glob(f"{DELETING}*"):
+            if is_pinned(condemned):
+                # It is whole: pins are looked for before anything is removed.
+                self._spare(condemned)
         found = self._scan(strict=True)
         foreign = self._foreign()
         if not found:
@@ -129,22 +141,44 @@ class CheckpointStore:
 
     def verify(self, checkpoint: Checkpoint) -> bool:
         """Read every file of it and compare; a checkpoint that differs is marked corrupt."""
-        problem = _difference(checkpoint)
+        problem = difference(checkpoint)
         if problem is None:
             return True
         self.mark(checkpoint, verdict("corrupt", problem))
         return False
 
     def delete(self, checkpoint: Checkpoint, reason: str) -> None:
-        """Delete it, with a line in the deletion log before anything is lost."""
-        moment = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        with (self.path / DELETIONS).open("a", encoding="utf-8") as file:
-            file.write(f"{moment} {checkpoint.name} {checkpoint.health.health} {reason}\n")
-        # Renamed first: half of a checkpoint must never lie under a checkpoint's name.
+        """Delete it, with a line in the deletion log before anything is lost.
+
+        One that was pinned since it was read stays.
+
+        Raises:
+            OSError: the log or the checkpoint could not be changed.
+        """
+        self._log_deletion(checkpoint.name, f"{checkpoint.health.health} {reason}")
+        # Renamed first: half of a checkpoint must never lie under a checkpoint's name, and nobody
+        # can pin it from here on.
         condemned = self.path / f"{DELETING}{checkpoint.name}"
         checkpoint.folder.rename(condemned)
+        if is_pinned(condemned):
+            self._spare(condemned)
+            return
         shutil.rmtree(condemned)
         log.info("deleted checkpoint %s: %s", checkpoint.name, reason)
+
+    def _spare(self, condemned: Path) -> None:
+        name = condemned.name.removeprefix(DELETING)
+        condemned.rename(self.path / name)
+        sync_folder(self.path)
+        log.info("checkpoint %s is not deleted: it was pinned meanwhile", name)
+        self._log_deletion(name, "not deleted: it was pinned meanwhile")
+
+    def _log_deletion(self, name: str, words: str) -> None:
+        moment = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        with (self.path / DELETIONS).open("a", encoding="utf-8") as file:
+            file.write(f"{moment} {name} {words}\n")
+            file.flush()
+            os.fsync(file.fileno())
 
     def _scan(self, *, strict: bool) -> list[Checkpoint]:
         found = []
@@ -160,9 +194,14 @@ class CheckpointStore:
             except CheckpointError as error:
                 self._warn_once("checkpoint %s is not used: %s", folder.name, error)
                 continue
-            if manifest is not None:
-                health = self._health(folder)
-                found.append(Checkpoint(folder=folder, manifest=manifest, health=health))
+            if manifest is None:
+                continue
+            health, pinned = self._health(folder), is_pinned(folder)
+            # Not where the guard deletes it while somebody else looks.
+            if folder.exists():
+                found.append(
+                    Checkpoint(folder=folder, manifest=manifest, health=health, pinned=pinned)
+                )
         return sorted(found, key=lambda c: c.manifest.number)
 
     def _health(self, folder: Path) -> HealthRecord:
@@ -170,7 +209,8 @@ class CheckpointStore:
             return read_health(folder)
         except CheckpointError as error:
             # With the verdict lost, going further back costs some steps, trusting it the run.
-            self._warn_once("checkpoint %s counts as suspect: %s", folder.name, error)
+            if folder.exists():
+                self._warn_once("checkpoint %s counts as suspect: %s", folder.name, error)
             return verdict("suspect", f"its health is unknown: {error}")
 
     def _warn_once(self, sentence: str, name: str, error: CheckpointError) -> None:
@@ -209,14 +249,25 @@ class CheckpointStore:
         )
 
 
-def stored_file(path: Path) -> StoredFile:
-    """Size and hash of `path` as it is on disk."""
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return StoredFile(bytes=path.stat().st_size, sha256=digest)
+def stored_file(path: Path, progress: Callable[[int], None] = lambda _: None) -> StoredFile:
+    """Size and hash of `path` as it is on disk; `progress` is told of each piece's bytes."""
+    digest, piece = hashlib.sha256(), memoryview(bytearray(_PIECE_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while size := file.readinto(piece):
+            digest.update(piece[:size])
+            progress(size)
+    return StoredFile(bytes=path.stat().st_size, sha256=digest.hexdigest())
 
 
-def _difference(checkpoint: Checkpoint) -> str | None:
+def difference(
+    checkpoint: Checkpoint, progress: Callable[[int], None] = lambda _: None
+) -> str | None:
+    """Which file of it is not as the manifest says, and how; None where it is whole.
+
+    Args:
+        checkpoint: nothing of it is changed.
+        progress: told of each piece's bytes when it has been read.
+    """
     for name, stored in checkpoint.manifest.files.items():
         path = checkpoint.folder / name
         try:
@@ -224,7 +275,7 @@ def _difference(checkpoint: Checkpoint) -> str | None:
             size = path.stat().st_size
             if size != stored.bytes:
                 return f"{name} has {size} bytes, its manifest says {stored.bytes}"
-            if stored_file(path).sha256 != stored.sha256:
+            if stored_file(path, progress).sha256 != stored.sha256:
                 return f"{name} does not have the hash that its manifest gives"
         except OSError as error:
             return f"{name} cannot be read: {error}"

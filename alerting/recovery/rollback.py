@@ -15,7 +15,7 @@ from alerting.exceptions import CheckpointError, RecoveryHaltedError
 from alerting.recovery.checkpoints import CheckpointStore
 from alerting.recovery.health import verdict
 from alerting.recovery.ledger import LedgerFile, Recovery
-from alerting.recovery.lineage import Checkpoint, before_onset, line
+from alerting.recovery.lineage import Checkpoint, before_onset, choose, line, too_late
 from alerting.recovery.ranks import Ranks
 from alerting.recovery.training_state import TrainingState
 
@@ -71,7 +71,7 @@ class Rollback:
                 checkpoint.name in own or checkpoint.manifest.generation == recovery.generation
             )
             if concerned and not before_onset(checkpoint.step, onset, self._margin):
-                reason = f"saved at or after step {onset - self._margin}; step {onset} was bad"
+                reason = too_late(onset, self._margin)
                 self._store.mark(checkpoint, verdict("suspect", reason))
 
     def go_back(self, recovery: Recovery, *, starting: bool) -> Checkpoint:
@@ -106,8 +106,8 @@ class Rollback:
 
     def _newest_healthy(self) -> Checkpoint:
         own = self.line()
-        for checkpoint in own:
-            if checkpoint.healthy and self._store.verify(checkpoint):
+        for checkpoint in choose(own, line=own).candidates:
+            if self._store.verify(checkpoint):
                 return checkpoint
         raise RecoveryHaltedError(
             f"none of the {len(own)} checkpoints that this run descends from is healthy and whole; "
@@ -135,14 +135,15 @@ class Rollback:
         )
         return True
 
-    def _candidates(self, own: Sequence[Checkpoint], recovery: Recovery) -> list[Checkpoint]:
-        onset = _onset(recovery)
-        found = [c for c in own if c.healthy and before_onset(c.step, onset, self._margin)]
-        repeated = recovery.target is None and self._ledger.now.resumed_from is not None
-        if repeated and found and found[0].name == self._ledger.now.resumed_from:
-            # The anomaly came again from the same place: one further back, if there is one.
-            found = [*found[1:], found[0]]
-        return found
+    def _candidates(self, own: Sequence[Checkpoint], recovery: Recovery) -> Sequence[Checkpoint]:
+        return choose(
+            own,
+            line=own,
+            onset=_onset(recovery),
+            margin=self._margin,
+            # Of a recovery that has its target already, this is the target.
+            resumed_from=self._ledger.now.resumed_from if recovery.target is None else None,
+        ).candidates
 
     def _load(self, checkpoint: Checkpoint) -> None:
         self._state.restore(checkpoint.folder, checkpoint.manifest.world_size)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from alerting.recovery.health import verdict
-from alerting.recovery.lineage import Checkpoint, before_onset, expendable, line
+from alerting.recovery.lineage import Checkpoint, before_onset, choose, expendable, line
 from alerting.recovery.manifest import Manifest
 
 
@@ -32,6 +35,22 @@ def checkpoint(number, step, *, generation=0, parents=(), kind="periodic", healt
 
 def names(checkpoints):
     return [c.name for c in checkpoints]
+
+
+@st.composite
+def histories(draw):
+    """Checkpoints in the order of their making, some of them on the line, and that line."""
+    found = []
+    for number in range(draw(st.integers(1, 12))):
+        made = checkpoint(
+            number,
+            draw(st.integers(0, 60)),
+            kind=draw(st.sampled_from(["periodic", "periodic", "final", "backup", "emergency"])),
+            health=draw(st.sampled_from(["pending", "confirmed", "suspect", "corrupt"])),
+        )
+        found.append(dataclasses.replace(made, pinned=draw(st.booleans())))
+    own = [c for c in found if c.resumable and draw(st.booleans())]
+    return found, own[::-1]
 
 
 class TestLine:
@@ -97,3 +116,54 @@ class TestExpendable:
         backups = [checkpoint(n, n, kind="backup", health="suspect") for n in range(8, 12)]
         gone = expendable([*good, *bad, *backups], line=[*good, *bad], resumed_from=None, keep=2)
         assert set(names(gone)) == {"c0", "c3", "c4", "c5", "c8", "c9"}
+
+    def test_what_is_pinned_stays_and_takes_no_place(self):
+        found = [checkpoint(n, n * 10) for n in range(6)]
+        for pinned in (0, 5):
+            found[pinned] = dataclasses.replace(found[pinned], pinned=True)
+        gone = expendable(found, line=found, resumed_from=None, keep=2)
+        assert names(gone) == ["c2", "c1"]
+
+    @given(histories(), st.integers(2, 4), st.sampled_from([None, "c0", "c3"]))
+    def test_no_deletion_leaves_fewer_than_two_healthy_ones_of_the_line(
+        self, history, keep, resumed_from
+    ):
+        found, own = history
+        gone = set(names(expendable(found, line=own, resumed_from=resumed_from, keep=keep)))
+        healthy = [c for c in own if c.healthy]
+        assert len([c for c in healthy if c.name not in gone]) >= min(len(healthy), keep)
+        assert not gone & {c.name for c in found if c.pinned}
+        assert resumed_from not in gone
+
+
+class TestChoose:
+    def test_a_resume_takes_the_newest_healthy_one_of_the_line(self):
+        found = [checkpoint(1, 0), checkpoint(2, 10), checkpoint(3, 20, health="suspect")]
+        choice = choose(found, line=found[::-1])
+        assert names(choice.candidates) == ["c2", "c1"]
+        assert choice.refused == {"c3": "suspect: test"}
+
+    def test_an_anomaly_that_came_again_goes_one_further_back(self):
+        own = [checkpoint(2, 10), checkpoint(1, 0)]
+        choice = choose(own, line=own, onset=30, margin=2, resumed_from="c2")
+        assert names(choice.candidates) == ["c1", "c2"]
+        assert choice.deferred == "c2"
+
+    def test_unless_there_is_nothing_further_back(self):
+        own = [checkpoint(2, 10)]
+        choice = choose(own, line=own, onset=30, margin=2, resumed_from="c2")
+        assert names(choice.candidates) == ["c2"]
+        assert choice.deferred is None
+
+    @given(histories(), st.none() | st.integers(1, 70), st.integers(0, 20))
+    def test_each_is_a_candidate_or_has_a_reason_and_no_candidate_is_bad(
+        self, history, onset, margin
+    ):
+        found, own = history
+        choice = choose(found, line=own, onset=onset, margin=margin, resumed_from="c3")
+        assert sorted([*names(choice.candidates), *choice.refused]) == sorted(names(found))
+        for candidate in choice.candidates:
+            assert candidate.resumable
+            assert candidate.healthy
+            assert candidate in own
+            assert onset is None or before_onset(candidate.step, onset, margin)
