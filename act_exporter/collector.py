@@ -340,6 +340,7 @@ class TrainingCollector(Collector):
         errors: stage to number of errors.
         facts: what does not change.
         series_dropped: layer series that had no place on the page.
+        faults: layer to the factor of an injected fault.
         scrape_seconds: how long the last scrape took.
         journal: whose counts are told; None where there is none.
     """
@@ -351,6 +352,7 @@ class TrainingCollector(Collector):
         errors: dict[str, int],
         facts: Sequence[Fact],
         series_dropped: int,
+        faults: Callable[[], dict[str, float]],
         scrape_seconds: Callable[[], float | None],
         journal: Journal | None,
     ) -> None:
@@ -359,6 +361,7 @@ class TrainingCollector(Collector):
         self._errors = errors
         self._facts = facts
         self._series_dropped = series_dropped
+        self._faults = faults
         self._scrape_seconds = scrape_seconds
         self._journal = journal
 
@@ -394,6 +397,12 @@ class TrainingCollector(Collector):
         )
         run = {str(now.generation): 1.0}
         yield self._gauges("act_run_info", "The run's generation.", "generation", run)
+        yield self._gauges(
+            "act_injected_fault",
+            "Factor that inject_fault has the layer's output multiplied by; 1 while it waits.",
+            "layer",
+            self._faults(),
+        )
         for fact in self._facts:
             yield self._gauges(*fact)
         yield self._counter(

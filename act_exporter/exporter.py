@@ -20,6 +20,7 @@ from act_exporter.changes import Update
 from act_exporter.collector import LayerPage, Training, TrainingCollector, constants, render_page
 from act_exporter.diagnosis import Diagnosis, Facts
 from act_exporter.exceptions import SettingError, StateError
+from act_exporter.faults import Faults
 from act_exporter.gradients import Gradients, Scaler, Which
 from act_exporter.history import History, Layers, Onset, Thresholds
 from act_exporter.journal import Journal
@@ -111,6 +112,7 @@ class Exporter:
         self._overhead = Overhead(max_overhead, sample_every)
         self._sampled = 0  # the last sampled step
         self._silence = Silence(taps)
+        self._faults = Faults(taps)
         self._standing = True  # nothing was trained since the run's step was set
         self._training = Training(finished_at=time.time(), sample_every=sample_every)
         self._server: MetricsServer | None = None
@@ -154,6 +156,7 @@ class Exporter:
                 self._errors,
                 constants(thresholds, series),
                 self._page.series_dropped,
+                lambda: self._faults.factors,
                 lambda: self._scrape_seconds,
                 self._journal,
             )
@@ -222,6 +225,7 @@ class Exporter:
             if self._standing and self._probe.idle:
                 self._training = dataclasses.replace(self._training, step=step)
                 self._sampled = step
+                self._faults.resume(step)
             else:
                 self._finish_step(step)
         except Exception as error:
@@ -254,6 +258,9 @@ class Exporter:
         self._judged = 0
         self._history.reset()
         self._numbers.reset()
+        # Its step comes again, and a process that begins after a rollback may ask for it again.
+        if generation:
+            self._faults.end(f"the run was rolled back, to generation {generation}")
         self._resumed()
         self._standing = True
         self._onset = None
@@ -273,6 +280,30 @@ class Exporter:
         self._history.rebaseline()
         self._numbers.rebaseline()
         self._updates.look_often(learnt=False)
+
+    def inject_fault(
+        self, layer: str, factor: float, step: int, *, steps: int | None = None
+    ) -> None:
+        """Make a layer's output too large on purpose, to try alarm and rollback.
+
+        For a copy of a run: what is trained meanwhile is spoilt. The output, of a tuple its first
+        tensor, is multiplied in training mode, and gradients flow through it. It happens once: a
+        rollback ends it for good, and a process that goes on from a later step, or in a generation
+        after the first, does not begin it. The log and `act_injected_fault` say so meanwhile. A
+        compiled model is compiled again after this call and after the end. In each rank that
+        shall have it.
+
+        Args:
+            layer: the name of a watched layer, as the label `layer` has it.
+            factor: what its output is multiplied by; NaN and infinity serve too.
+            step: the first step that has it.
+            steps: how many steps have it; None for all until the guard rolls back or `close()`.
+
+        Raises:
+            SettingError: there is no such layer, `step` is over, or another fault waits or is in
+                force.
+        """
+        self._faults.arm(layer, factor, step, steps, finished=self._training.step)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -323,9 +354,11 @@ class Exporter:
         self._standing = True
         self._sampled = state["step"]
         self._training = dataclasses.replace(self._training, step=state["step"])
+        self._faults.resume(state["step"])
 
     def close(self) -> None:
         """Remove the hooks and stop serving; a second call does nothing."""
+        self._faults.end("the exporter was closed")
         self._steps.close()
         self._probe.close()
         self._gradients.close()
@@ -367,6 +400,7 @@ class Exporter:
             sample_every=self._overhead.sample_every,
         )
         try:
+            self._faults.begin(step + 1)
             self._compare_rates()
             if self._probe.sampling:
                 self._sampled = step

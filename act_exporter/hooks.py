@@ -181,8 +181,8 @@ class _Hook:
         self.key = key
         self.training = training
 
-    def __reduce__(self) -> tuple[type[_Unwatched], tuple[()]]:
-        return _Unwatched, ()
+    def __reduce__(self) -> tuple[type[Unwatched], tuple[()]]:
+        return Unwatched, ()
 
     # Nothing is returned: what a hook returns replaces the module's input or output.
     def __call__(self, module: nn.Module, *values: Any) -> None:
@@ -203,7 +203,7 @@ class _Hook:
         raise NotImplementedError
 
 
-class _Unwatched:
+class Unwatched:
     """What a copied or unpickled model has in a hook's place: a copy is not what trains here."""
 
     def __call__(self, *_: Any) -> None:

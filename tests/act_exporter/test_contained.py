@@ -51,6 +51,7 @@ MODULES = (
     "matrices",
     "memory",
     "ranks",
+    "faults",
 )
 
 # Not called between the first forward and the last step of a run: where a fault in them is
@@ -77,6 +78,7 @@ AT_START_OR_CLOSE = {
     "exporter.Exporter.close",
     "exporter.Exporter.serve",
     "exporter.Exporter._speaks",
+    "faults.Faults.end",
     "collector.LayerPage._prefixes_of",  # and where there are more series than may be
     "collector._escaped",
     "collector._more_labels",
@@ -130,6 +132,7 @@ FOR_THE_GUARD = {
     "training.TrainingHistory.onset",
     "training.TrainingHistory.state_dict",
     "probe.Probe.idle",
+    "faults.Faults.resume",
 }
 
 # What holds the fault itself, and is nothing else: see `test_a_boundary_is_one_try`.
@@ -161,7 +164,7 @@ REPORTERS = {
 # is nothing to see or where a compiler traced a fault, and what only an accelerator calls.
 ELSEWHERE = {
     "hooks._Hook.run",  # abstract
-    "hooks._Unwatched.__call__",
+    "hooks.Unwatched.__call__",
     "hooks._failed_in_trace",
     "hooks._skip",
     "hooks.Observer.begin",
@@ -185,6 +188,10 @@ ELSEWHERE = {
     "overhead.Overhead._exceeded",
     "overhead.Overhead._extra",  # at steps that are not sampled, one in fifty
     "overhead._error",
+    "exporter.Exporter.inject_fault",  # raised to who asks for a fault, and what it puts in place
+    "faults.Faults.arm",
+    "faults.Faults._module",
+    "faults._FaultHook.__call__",
 }
 
 # Called on an accelerator, or of tensors that this model has not; here the CPU takes the same way.
