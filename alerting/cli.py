@@ -1,9 +1,9 @@
 """`act-alerting`: the receiver's command line, the one place that reads the environment.
 
 Exit codes: 0 after a clean end; 1 when the port is in use, a test message was not taken, a file
-would be overwritten, an alert reaches nobody or the database cannot be read; 2 when a setting is
-wrong. typer and the server are imported when used: without the extra `alerting` this says how to
-get them.
+would be overwritten, an alert reaches nobody, a hop of a drill is broken or the database cannot be
+read; 2 when a setting is wrong. typer and the server are imported when used: without the extra
+`alerting` this says how to get them.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ import importlib.util
 import logging
 import os
 import shutil
-import signal
-import socket
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -25,20 +24,13 @@ from alerting.exceptions import AlertingError, ConfigError, NotSentError
 from alerting.phrases import LANGUAGES
 
 if TYPE_CHECKING:
-    from types import FrameType
-
     import typer
 
     from alerting.database import Reader
     from alerting.mode import Mode
-    from alerting.settings import Settings
     from alerting.targets import Target
 
-log = logging.getLogger(__name__)
-
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
-GRACE_SECONDS = 3
-"""How long open connections may finish after SIGTERM; what is cut off is sent again."""
 
 
 def main() -> None:
@@ -87,9 +79,10 @@ def _application() -> typer.Typer:
         database: Path | None = typer.Option(None, help="SQLite file; made if it is not there."),
         token_file: Path | None = typer.Option(None, help="File with the bearer token, mode 600."),
     ) -> None:
+        from alerting.serve import serve as receive
         from alerting.settings import load_settings
 
-        try:
+        with _exit_codes():
             level = _log_level(os.environ.get("ACT_LOG_LEVEL", "INFO"))
             options = {
                 "listen": listen,
@@ -101,11 +94,7 @@ def _application() -> typer.Typer:
             logging.basicConfig(
                 level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
             )
-            _serve(settings)
-        except ConfigError as error:
-            _fail(str(error), 2)
-        except AlertingError as error:
-            _fail(str(error), 1)
+            receive(settings)
 
     @app.command(help=texts.INIT_HELP)
     def init(
@@ -143,13 +132,9 @@ def _application() -> typer.Typer:
         from alerting.settings import load_mode, load_places
 
         options = {"runs": runs, "database": database}
-        try:
+        with _exit_codes():
             _, configured = load_mode(config, options)
             _print_status(*load_places(config, options), configured)
-        except ConfigError as error:
-            _fail(str(error), 2)
-        except AlertingError as error:
-            _fail(str(error), 1)
 
     @app.command(help=texts.MODE_HELP)
     def mode(
@@ -161,12 +146,8 @@ def _application() -> typer.Typer:
     ) -> None:
         from alerting.settings import load_mode
 
-        try:
+        with _exit_codes():
             typer.echo(_mode(mode, *load_mode(config, {"database": database})))
-        except ConfigError as error:
-            _fail(str(error), 2)
-        except AlertingError as error:
-            _fail(str(error), 1)
 
     @app.command(help=texts.CHECK_HELP)
     def check(
@@ -176,12 +157,40 @@ def _application() -> typer.Typer:
         ),
         amtool: Path | None = typer.Option(None, help="Alertmanager's tool; else from the PATH."),
     ) -> None:
-        try:
+        with _exit_codes():
             _check(alertmanager, config, amtool)
-        except ConfigError as error:
-            _fail(str(error), 2)
-        except AlertingError as error:
-            _fail(str(error), 1)
+
+    @app.command(help=texts.DRILL_HELP)
+    def drill(
+        run: str = typer.Option(..., help="Name of a run that is training now."),
+        config: Path | None = typer.Option(
+            None, envvar="ACT_RECEIVER_CONFIG", help="YAML file with the receiver's settings."
+        ),
+        runs: Path | None = typer.Option(None, help="Folder that holds the run folders."),
+        database: Path | None = typer.Option(None, help="The receiver's SQLite file."),
+        listen: str | None = typer.Option(None, help="HOST:PORT of the receiver."),
+        token_file: Path | None = typer.Option(None, help="File with the bearer token."),
+        alertmanager: str = typer.Option("http://localhost:9093", help="Alertmanager's address."),
+        people: bool = typer.Option(True, help="Send the drill's message to people."),
+        # People's messages leave after the 30 s of `group_wait`, a bot that was busy is asked again
+        # 5 and 10 s later, and a guard answers between two steps, which may take a minute each.
+        wait: float = typer.Option(120, min=1, help="Seconds to wait for all of it."),
+    ) -> None:
+        from alerting.drill import perform
+        from alerting.settings import load_settings
+
+        options = {
+            "listen": listen,
+            "runs": runs,
+            "database": database,
+            "token_file": token_file,
+        }
+        with _exit_codes():
+            settings = load_settings(config, options)
+            if not perform(
+                settings, alertmanager, run, people=people, wait_seconds=wait, out=sys.stdout
+            ):
+                sys.exit(1)
 
     @app.command(help=texts.SEND_TEST_HELP)
     def send_test(
@@ -205,6 +214,17 @@ def _application() -> typer.Typer:
             sys.exit(1)
 
     return app
+
+
+@contextlib.contextmanager
+def _exit_codes() -> Iterator[None]:
+    """Ends with 2 for a wrong setting and 1 for what else is wrong, each in a sentence."""
+    try:
+        yield
+    except ConfigError as error:
+        _fail(str(error), 2)
+    except AlertingError as error:
+        _fail(str(error), 1)
 
 
 def _send_test(target: Target) -> bool:
@@ -272,71 +292,6 @@ def _print_status(runs: Path, database: Path, configured: Mode) -> None:
             sys.stdout.write(f"messages of no run: {waiting} waiting, {failed} failed\n")
         if (switched_to(reader.read) or configured) == "notify-only":
             sys.stdout.write("mode notify-only: no trainer is asked for anything\n")
-
-
-def _serve(settings: Settings) -> None:
-    import uvicorn
-    from prometheus_client import CollectorRegistry
-
-    from alerting.mode import switched_to
-    from alerting.receiver import create_app
-    from alerting.store import Store
-
-    # Before the database: a second receiver started by mistake fails at the port, its first clash.
-    listener = _listen(settings.host, settings.port)
-    with listener:
-        targets = tuple(target.name for target in settings.notify)
-        store = Store(settings.database, targets, settings.repeat_interval_seconds)
-        try:
-            app = create_app(settings, store, registry=CollectorRegistry())
-            server = uvicorn.Server(
-                uvicorn.Config(
-                    app,
-                    lifespan="on",  # without its worker it must not start
-                    log_config=None,
-                    access_log=False,
-                    server_header=False,
-                    timeout_graceful_shutdown=GRACE_SECONDS,
-                )
-            )
-
-            def end(_number: int, _frame: FrameType | None) -> None:
-                server.should_exit = True
-
-            # uvicorn's own handlers end it cleanly and then raise the signal again, which would
-            # end the process before the database is closed.
-            for number in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(number, end)
-            host, port = listener.getsockname()[:2]
-            log.info("Mode %s.", switched_to(store.read) or settings.mode)
-            log.info("Listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
-            if not settings.runs.is_dir():
-                log.warning("The runs folder %s does not exist yet.", settings.runs)
-            server.run(sockets=[listener])
-        finally:
-            store.close()
-    log.info("Ended.")
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        # With the protocol: asyncio sets TCP_NODELAY only where it is named, and without that each
-        # answer waits 40 ms for the sender's delayed acknowledgement.
-        listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        _fail(f"{host} is no address to listen on: {error.strerror}.", 2)
-    # Else a restart fails for a minute while old connections are in TIME_WAIT.
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(address)
-        listener.listen()
-    except OSError as error:
-        listener.close()
-        _fail(f"Cannot listen on {host}:{port}: {error.strerror}.", 1)
-    return listener
 
 
 def _log_level(name: str) -> str:

@@ -263,6 +263,9 @@ class TrainingGuard:
         request = self._mailbox.take("checkpoint", step)
         if request is not None:
             self._back_up(request, step)
+        request = self._mailbox.take("drill", step)
+        if request is not None:
+            self._procedure.drill(request, step)
         if step < total_steps:
             self._save_if_due(step)
         return step

@@ -74,30 +74,41 @@ class RecoveryProcedure:
             )
             return None
         log.warning("step %d: recovery begins; the first bad step was %s", step, onset)
-        ledger = self._ledger.now
-        paid = self._mailbox.rollbacks_left > 0
-        recovery = Recovery(
-            request_id=request.id,
-            step=step,
-            onset=onset,
-            generation=ledger.generation,
-            paid=paid,
-            target=None,
-        )
+        recovery = self._intent(request, step, onset)
         self._mailbox.tell("recovering", step)
         self._ledger.update(
             recovery=recovery,
-            rollbacks_used=ledger.rollbacks_used + paid,
-            phase="running" if paid else "halted",
+            rollbacks_used=self._ledger.now.rollbacks_used + recovery.paid,
+            phase="running" if recovery.paid else "halted",
         )
         try:
             self._saver.save_now(step, "emergency")
         except CheckpointError as error:
             log.warning("step %d: going on without an emergency checkpoint: %s", step, error)
-        if not paid:
+        if not recovery.paid:
             self._rollback.mark_suspects(recovery)
             raise self._halt(recovery, self._spent())
         return self._go_back(recovery, starting=False)
+
+    def drill(self, request: Request, step: int) -> None:
+        """Answer what `recover` would do after step `step`, and do nothing of it."""
+        onset = self._detector.onset()
+        recovery = self._intent(request, step, onset)
+        target = self._rollback.target(recovery)
+        left = self._mailbox.rollbacks_left
+        result: Result = "done" if recovery.paid and target is not None else "failed"
+        if not recovery.paid:
+            detail = f"a recovery would halt the run: {self._spent()}"
+        elif target is None:
+            detail = "a recovery would halt the run: no healthy checkpoint is old enough"
+        else:
+            detail = (
+                f"a recovery would roll back from step {step} to {target.name}, which is "
+                f"{target.health.health}, once its files are found whole; rollbacks left: {left}"
+            )
+        if self._watched and onset is None:
+            detail += "; at this step it would be refused, since no bad step was seen"
+        self._mailbox.answer(request, result, detail, step=step, onset=onset)
 
     def take_up(self, recovery: Recovery) -> Checkpoint:
         """Carry through, in a new process, what a former one began.
@@ -129,6 +140,16 @@ class RecoveryProcedure:
             generation,
         )
         self._mailbox.tell("running", checkpoint.step)
+
+    def _intent(self, request: Request, step: int, onset: int | None) -> Recovery:
+        return Recovery(
+            request_id=request.id,
+            step=step,
+            onset=onset,
+            generation=self._ledger.now.generation,
+            paid=self._mailbox.rollbacks_left > 0,
+            target=None,
+        )
 
     def _go_back(self, recovery: Recovery, *, starting: bool) -> Checkpoint:
         try:

@@ -113,6 +113,13 @@ class Rollback:
             f"there is no healthy checkpoint from before step {onset} to roll back to"
         )
 
+    def target(self, recovery: Recovery) -> Checkpoint | None:
+        """What `go_back` would load now if its files are whole; changes and reads nothing more.
+
+        Reading all of a large checkpoint to be sure takes minutes, for which training would stand.
+        """
+        return next(iter(self._candidates(self.line(), recovery)), None)
+
     def _candidates(self, own: Sequence[Checkpoint], recovery: Recovery) -> list[Checkpoint]:
         onset = _onset(recovery)
         found = [c for c in own if c.healthy and before_onset(c.step, onset, self._margin)]
