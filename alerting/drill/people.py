@@ -32,7 +32,11 @@ def look_for_native(kind: str, count: Callable[[], Count], report: Report) -> No
             f"({_NOTE})",
         )
     else:
-        report.fail(hop, "Alertmanager sent nothing: is its group_wait longer than --wait?")
+        report.fail(
+            hop,
+            "Alertmanager sent nothing: without the shipped route for ActDrill it may wait for "
+            "group_wait, or for group_interval after another alert of the run; see --wait",
+        )
 
 
 def look_for_messages(record: Record, targets: Iterable[Target], report: Report) -> None:

@@ -153,6 +153,13 @@ class TestRoutes:
         expect_route({"alertname": "DiskFull", "instance": "a:9100"}, "people")
         expect_route({"alertname": "ActSomethingNew", "severity": "warning"}, "people")
 
+    @pytest.mark.parametrize(
+        ("severity", "receivers"), [("critical", TRAINER_AND_PEOPLE), ("info", "trainer,dashboard")]
+    )
+    def test_a_drill_takes_the_way_of_a_recovery(self, severity: str, receivers: str) -> None:
+        labels = {"alertname": "ActDrill", "run": "gpt", "drill": "1-a"}
+        expect_route(labels | {"action": "recover", "severity": severity}, receivers)
+
     def test_an_unknown_action_reaches_people_only(self) -> None:
         expect_route({**labels_of("ActRunaway"), "action": "recover-all"}, "people")
 
@@ -167,7 +174,8 @@ class TestRoutes:
         """So they come along where only that route is copied into another configuration."""
         for child in self.parent["routes"]:
             if child["receiver"] not in ("trainer", "watchdog"):
-                assert child.keys() <= {"receiver", "matchers"}
+                assert child.keys() - {"group_by"} <= {"receiver", "matchers"}
+                assert "group_by" not in child or child["matchers"] == ['alertname="ActDrill"']
 
     def test_the_watchdog_is_sent_well_within_what_the_receiver_waits_for(self) -> None:
         """Sent when a group is looked at and the last is older than the repeat interval."""

@@ -20,7 +20,7 @@ import pytest
 import requests
 import yaml
 
-from deploy.demo.servers import Server, binary, free_port, running, wait_for
+from deploy.demo.servers import binary, free_port, running, wait_for
 from deploy.demo.stack import render_alertmanager
 from tests.alerting.bots import Bot, FeishuBot, WeComBot
 from tests.alerting.deliveries import register
@@ -161,7 +161,7 @@ class TestFine:
         done = deployment.drill()
         assert done.returncode == 0, done.stdout + done.stderr
         assert [line.split()[0] for line in done.stdout.splitlines()] == ["ok"] * 9, done.stdout
-        assert "for people, trainer" in state_of("alertmanager", done)
+        assert "for trainer, people" in state_of("alertmanager", done)
         guard = state_of("guard", done)
         assert "a recovery would roll back from step " in guard
         assert "rollbacks left: 2" in guard
@@ -173,11 +173,6 @@ class TestFine:
             (text,) = bot.texts()
             assert "DRILL, nothing is wrong with run toy" in text
             assert "演练" in text
-        # Its end is looked at by Alertmanager's next look at the group, 20 s later here, and is no
-        # message of the receiver's: the next test but one would see it.
-        assert rows(deployment.receiver.database, "SELECT count(*) AS n FROM messages") == [
-            {"n": 1}
-        ]
 
     def test_nothing_was_done(self, deployment: Deployment) -> None:
         status = yaml.safe_load(
@@ -196,7 +191,7 @@ class TestFine:
         before = len(deployment.told())
         done = deployment.drill("--no-people")
         assert done.returncode == 0, done.stdout + done.stderr
-        assert "for dashboard, trainer" in state_of("alertmanager", done)
+        assert "for trainer, dashboard" in state_of("alertmanager", done)
         assert state_of("people", done).startswith("skipped")
         assert state_of("guard", done).startswith("ok")
         assert len(deployment.told()) == before
@@ -307,6 +302,11 @@ class TestBroken:
 
 def test_people_heard_of_no_end(deployment: Deployment) -> None:
     """By now Alertmanager has posted the first drill's end to the receiver, as it is configured."""
-    log: Server = deployment.receiver.server
-    assert log.returncode() is None
-    assert not [text for text in deployment.feishu.texts() if "over:" in text]
+
+    def ended() -> list[str]:
+        return [text for text in deployment.chat.texts() if "over: ActDrill" in text]
+
+    wait_for(ended, "the end of a drill in the chat, as Alertmanager sends it itself", timeout=40)
+    assert not [text for text in deployment.feishu.texts() if "over" in text]
+    told = rows(deployment.receiver.database, "SELECT kind FROM messages")
+    assert {row["kind"] for row in told} == {"alerts"}, "no outcome of a drill is told"
