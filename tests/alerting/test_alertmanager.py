@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import yaml
@@ -25,6 +26,7 @@ from aiosmtpd.smtp import AuthResult, Envelope, LoginPassword
 from deploy.demo.servers import REPOSITORY, Server, binary, free_port, running, wait_for
 
 CONFIG = REPOSITORY / "alerting" / "alertmanager.yml"
+PAIR = REPOSITORY / "alerting" / "alertmanager-pair.yml"
 RULES = sorted((REPOSITORY / "prometheus" / "rules").glob("*.yml"))
 CASES = sorted((REPOSITORY / "tests" / "prometheus").glob("*.yml"))
 
@@ -233,6 +235,54 @@ class TestRoutes:
         secrets = {"api_url", "slack_api_url", "smtp_auth_password", "auth_password"}
         secrets |= {"credentials", "bearer_token", "password", "smtp_auth_secret"}
         assert secrets.isdisjoint(keys(self.config))
+
+
+class TestPair:
+    """alertmanager-pair.yml is the same file but for its head and the second receiver."""
+
+    text = PAIR.read_text()
+
+    def test_configuration_is_valid(self) -> None:
+        assert "SUCCESS" in amtool("check-config", PAIR)
+
+    def test_routes_people_and_their_reasons_are_the_same_line_by_line(self) -> None:
+        def routes(text: str) -> str:
+            return text[text.index("# To take it into") : text.index("    # Feishu, DingTalk")]
+
+        assert routes(self.text) == routes(CONFIG.read_text())
+
+    def test_each_webhook_is_there_once_a_receiver_and_differs_in_nothing_else(self) -> None:
+        ours, shipped = (yaml.safe_load(path.read_text()) for path in (PAIR, CONFIG))
+        for receiver in shipped["receivers"]:
+            if "webhook_configs" in receiver:
+                receiver["webhook_configs"] = [
+                    webhook | {"url": f"https://{host}.example.com{urlsplit(webhook['url']).path}"}
+                    for webhook in receiver["webhook_configs"]
+                    for host in ("receiver-a", "receiver-b")
+                ]
+        assert ours == shipped
+
+    def test_people_are_told_of_alerts_by_one_receiver(self) -> None:
+        commented = [line for line in self.text.splitlines() if "/messages" in line]
+        assert commented == ["    #   - url: https://receiver-a.example.com/messages"]
+
+
+@pytest.mark.parametrize("path", [CONFIG, PAIR])
+def test_later_parsers_read_the_matchers_alike(path: Path) -> None:
+    """Since 0.27 values want double quotes, and backslashes in them are escapes."""
+
+    def matchers(node: Any) -> Iterator[str]:
+        for key, value in node.items() if isinstance(node, dict) else ():
+            if key.endswith("matchers"):
+                yield from value
+        for value in node.values() if isinstance(node, dict) else node:
+            if isinstance(value, dict | list):
+                yield from matchers(value)
+
+    found = list(matchers(yaml.safe_load(path.read_text())))
+    assert len(found) > 10
+    for matcher in found:
+        assert re.fullmatch(r'[a-z_]+(=|!=|=~|!~)"[^"\\]*"', matcher), matcher
 
 
 class TestImported:
