@@ -26,7 +26,6 @@ from alerting.phrases import LANGUAGES
 if TYPE_CHECKING:
     import typer
 
-    from alerting.database import Reader
     from alerting.mode import Mode
     from alerting.targets import Target
 
@@ -56,6 +55,10 @@ def _application() -> typer.Typer:
         help="From Alertmanager's notifications to requests that a trainer's guard acts on.",
     )
 
+    given_config = typer.Option(
+        None, envvar="ACT_RECEIVER_CONFIG", help="YAML file with the receiver's settings."
+    )
+
     def print_version(wanted: bool) -> None:
         if wanted:
             typer.echo(f"act-alerting {importlib.metadata.version('act-exporter')}")
@@ -71,9 +74,7 @@ def _application() -> typer.Typer:
 
     @app.command(help=texts.SERVE_HELP)
     def serve(
-        config: Path | None = typer.Option(
-            None, envvar="ACT_RECEIVER_CONFIG", help="YAML file with the settings."
-        ),
+        config: Path | None = given_config,
         listen: str | None = typer.Option(None, help="HOST:PORT; port 0 takes a free one."),
         runs: Path | None = typer.Option(None, help="Folder that holds the run folders."),
         database: Path | None = typer.Option(None, help="SQLite file; made if it is not there."),
@@ -123,9 +124,7 @@ def _application() -> typer.Typer:
 
     @app.command(help=texts.STATUS_HELP)
     def status(
-        config: Path | None = typer.Option(
-            None, envvar="ACT_RECEIVER_CONFIG", help="YAML file with the settings."
-        ),
+        config: Path | None = given_config,
         runs: Path | None = typer.Option(None, help="Folder that holds the run folders."),
         database: Path | None = typer.Option(None, help="The receiver's SQLite file."),
     ) -> None:
@@ -139,9 +138,7 @@ def _application() -> typer.Typer:
     @app.command(help=texts.MODE_HELP)
     def mode(
         mode: str | None = typer.Argument(None, help="act or notify-only; without, it is printed."),
-        config: Path | None = typer.Option(
-            None, envvar="ACT_RECEIVER_CONFIG", help="YAML file with the settings."
-        ),
+        config: Path | None = given_config,
         database: Path | None = typer.Option(None, help="The receiver's SQLite file."),
     ) -> None:
         from alerting.settings import load_mode
@@ -152,9 +149,7 @@ def _application() -> typer.Typer:
     @app.command(help=texts.CHECK_HELP)
     def check(
         alertmanager: Path = typer.Argument(..., help="The alertmanager.yml."),
-        config: Path | None = typer.Option(
-            None, envvar="ACT_RECEIVER_CONFIG", help="YAML file with the receiver's settings."
-        ),
+        config: Path | None = given_config,
         amtool: Path | None = typer.Option(None, help="Alertmanager's tool; else from the PATH."),
     ) -> None:
         with _exit_codes():
@@ -163,9 +158,7 @@ def _application() -> typer.Typer:
     @app.command(help=texts.DRILL_HELP)
     def drill(
         run: str = typer.Option(..., help="Name of a run that is training now."),
-        config: Path | None = typer.Option(
-            None, envvar="ACT_RECEIVER_CONFIG", help="YAML file with the receiver's settings."
-        ),
+        config: Path | None = given_config,
         runs: Path | None = typer.Option(None, help="Folder that holds the run folders."),
         database: Path | None = typer.Option(None, help="The receiver's SQLite file."),
         listen: str | None = typer.Option(None, help="HOST:PORT of the receiver."),
@@ -260,32 +253,26 @@ def _check(alertmanager: Path, config: Path | None, amtool: Path | None) -> None
 def _mode(wanted: str | None, database: Path, configured: Mode) -> str:
     """Switch the mode, where one is wanted; a line about the one in force."""
     from alerting.mode import MODES, switch, switched_to
+    from alerting.store import open_reader
 
     chosen = next((mode for mode in MODES if mode == wanted), None)
     if wanted is not None and chosen is None:
         _fail(f"The mode must be one of {', '.join(MODES)}, not {wanted!r}.", 2)
-    with contextlib.closing(_open_reader(database)) as reader:
+    with contextlib.closing(open_reader(database)) as reader:
         if chosen is not None:
             switch(database, chosen, time.time())
         now = switched_to(reader.read)
     return f"{now} (switched to)" if now is not None else f"{configured} (of the config)"
 
 
-def _open_reader(database: Path) -> Reader:
-    from alerting.store import open_reader
-
-    if not database.exists():
-        _fail(f"No receiver has run yet: there is no database {database}.", 1)
-    return open_reader(database)
-
-
 def _print_status(runs: Path, database: Path, configured: Mode) -> None:
     from alerting.mode import switched_to
     from alerting.overview import all_runs, count_messages
+    from alerting.store import open_reader
     from alerting.table import print_runs
 
     now = time.time()
-    with contextlib.closing(_open_reader(database)) as reader:
+    with contextlib.closing(open_reader(database)) as reader:
         print_runs(all_runs(runs, reader.read, now), now, sys.stdout)
         waiting, failed = count_messages(reader.read, now).get("", (0, 0))
         if waiting or failed:

@@ -114,9 +114,9 @@ class Rollback:
         )
 
     def target(self, recovery: Recovery) -> Checkpoint | None:
-        """What `go_back` would load now if its files are whole; changes and reads nothing more.
+        """What `go_back` would load now if its files are whole; changes nothing.
 
-        Reading all of a large checkpoint to be sure takes minutes, for which training would stand.
+        They are not read for it: all of a large checkpoint takes minutes, and training would stand.
         """
         return next(iter(self._candidates(self.line(), recovery)), None)
 

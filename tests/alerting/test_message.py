@@ -101,6 +101,14 @@ class TestAlerts:
         assert "roll" not in message.plain().replace("rolled", "")
         assert "回滚" not in message.plain()
 
+    def test_the_end_of_a_drill_is_no_news(self) -> None:
+        def key(*alerts: dict[str, Any]) -> str:
+            return news_of_group(parse(text(*alerts)), "", 1.0).key
+
+        assert key(drill()) == key(drill("resolved"))
+        real = shipped("ActRunaway")
+        assert key(real, drill()) != key(real, drill("resolved")) != key(real)
+
     def test_beside_a_drill_what_is_real_comes_first(self) -> None:
         message = read(drill(), shipped("ActRunaway"))
         assert message.title == "2 firing: run gpt"
