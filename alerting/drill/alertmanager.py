@@ -106,15 +106,19 @@ class Alertmanager:
 
     def counts(self) -> dict[str, Count]:
         """What it has sent so far, by kind of integration: 0.25 does not count by receiver."""
+        page = self._ask("GET", "/metrics").text
+        try:
+            families = list(text_string_to_metric_families(page))
+        except ValueError:
+            raise AlertmanagerError(f"{self.shown}/metrics is no page of Alertmanager's") from None
         tried: dict[str, float] = {}
         failed: dict[str, float] = {}
-        for family in text_string_to_metric_families(self._ask("GET", "/metrics").text):
-            for sample in family.samples:
-                counts = {_TRIED: tried, _NOT_TAKEN: failed}.get(sample.name)
-                if counts is not None:
-                    # Later versions may count an integration by further labels.
-                    kind = sample.labels.get("integration", "")
-                    counts[kind] = counts.get(kind, 0.0) + sample.value
+        for sample in (sample for family in families for sample in family.samples):
+            counts = {_TRIED: tried, _NOT_TAKEN: failed}.get(sample.name)
+            if counts is not None:
+                # Later versions may count an integration by further labels.
+                kind = sample.labels.get("integration", "")
+                counts[kind] = counts.get(kind, 0.0) + sample.value
         return {k: Count(tried=n, failed=failed.get(k, 0.0)) for k, n in tried.items()}
 
     def _ask(self, method: str, path: str, **more: Any) -> requests.Response:

@@ -30,7 +30,7 @@ from tests.alerting.test_store import rows
 
 RUN = "toy"
 COMMAND = Path(sys.executable).with_name("act-alerting")
-SHORT = "--wait=5"
+SHORT = "--wait=7"
 """For what never comes: people's messages leave after 2 s here."""
 
 
@@ -205,6 +205,11 @@ class TestBroken:
         assert "does not answer at http://127.0.0.1:" in state_of("alertmanager", done)
         assert "secret" not in done.stdout + done.stderr
 
+    def test_another_server_than_alertmanager(self, deployment: Deployment) -> None:
+        done = deployment.drill(alertmanager=deployment.receiver.address)
+        assert done.returncode == 1
+        assert "answers POST /api/v2/alerts with 404" in state_of("alertmanager", done)
+
     def test_no_route_to_the_trainer(self, deployment: Deployment) -> None:
         def only_people(config: dict[str, Any]) -> None:
             config["route"] = {"receiver": "people", "group_wait": "1s"}
@@ -235,7 +240,7 @@ class TestBroken:
 
     def test_the_receiver_is_down(self, deployment: Deployment) -> None:
         config = deployment.changed(listen=f"127.0.0.1:{free_port()}")
-        done = deployment.drill(SHORT, config=config)
+        done = deployment.drill(config=config)
         assert done.returncode == 1
         assert "start it with `act-alerting serve`" in state_of("receiver", done)
         assert state_of("alertmanager", done).startswith("ok")
