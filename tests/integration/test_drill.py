@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,23 @@ class TestBroken:
         done = deployment.drill(alertmanager=deployment.receiver.address)
         assert done.returncode == 1
         assert "answers POST /api/v2/alerts with 404" in state_of("alertmanager", done)
+
+    def test_the_run_is_silenced(self, deployment: Deployment) -> None:
+        api = f"{deployment.alertmanager}/api/v2"
+        silence = {
+            "matchers": [{"name": "run", "value": RUN, "isRegex": False, "isEqual": True}],
+            "startsAt": datetime.now(UTC).isoformat(),
+            "endsAt": (datetime.now(UTC) + timedelta(minutes=5)).isoformat(),
+            "createdBy": "test",
+            "comment": "forgotten",
+        }
+        identifier = requests.post(f"{api}/silences", json=silence, timeout=5).json()["silenceID"]
+        try:
+            done = deployment.drill()
+        finally:
+            requests.delete(f"{api}/silence/{identifier}", timeout=5).raise_for_status()
+        assert done.returncode == 1
+        assert "a silence or an inhibit rule keeps the alert" in state_of("alertmanager", done)
 
     def test_no_route_to_the_trainer(self, deployment: Deployment) -> None:
         def only_people(config: dict[str, Any]) -> None:
