@@ -84,7 +84,7 @@ class Answers:
             )
 
     def _news(self, control: ControlDirectory, request: Request, answer: Answer) -> News | None:
-        if not self._settings.notify:
+        if not self._tells_of(request):
             return None
         left = None
         try:
@@ -96,9 +96,15 @@ class Answers:
             log.warning("%s", error)
         return news_of_answer(request, answer, self._clock(), rollbacks_left=left)
 
+    def _tells_of(self, request: Request) -> bool:
+        return bool(self._settings.notify) and request.action != "drill"
+
     def _watch_for_deadline(self, intent: Intent) -> None:
         """Tell people of an open request that the trainer does not take up, and hand it on."""
         request, now = intent.request, self._clock()
+        if request.action == "drill":
+            # Who began it waits for it and says so; nobody else is to be woken or restarted.
+            return
         open_seconds = now - request.created_at
         if intent.overdue_at is None:
             if open_seconds < self._settings.request_deadline_seconds:
@@ -127,7 +133,7 @@ class Answers:
         if now - since < LOST_AFTER_SECONDS:
             return
         news = news_of_answer(request, None, now, detail=problem)
-        self._store.record_lost(request.id, problem, now, news if self._settings.notify else None)
+        self._store.record_lost(request.id, problem, now, news if self._tells_of(request) else None)
         del self._missing_since[request.id]
         self._metrics.answers.labels(request.action, "lost").inc()
         log.warning(

@@ -1,9 +1,10 @@
 """`act-alerting`: the receiver's command line, the one place that reads the environment.
 
 Exit codes: 0 after a clean end; 1 when the port is in use, a test message was not taken, a file
-would be overwritten, an alert reaches nobody, a checkpoint is not whole or the database cannot be
-read; 2 when a setting or a name is wrong. `supervise` has more: docs/supervise.md. typer and the
-server are imported when used: without the extra `alerting` this says how to get them.
+would be overwritten, an alert reaches nobody, a hop of a drill is broken, a checkpoint is not whole
+or the database cannot be read; 2 when a setting or a name is wrong. `supervise` has more:
+docs/supervise.md. typer and the server are imported when used: without the extra `alerting` this
+says how to get them.
 """
 
 from __future__ import annotations
@@ -11,12 +12,10 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import importlib.util
-import logging
 import shutil
-import signal
-import socket
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -25,19 +24,10 @@ from alerting.logs import configure_logging
 from alerting.phrases import LANGUAGES
 
 if TYPE_CHECKING:
-    from types import FrameType
-
     import typer
 
-    from alerting.database import Reader
     from alerting.mode import Mode
-    from alerting.settings import Settings
     from alerting.targets import Target
-
-log = logging.getLogger(__name__)
-
-GRACE_SECONDS = 3
-"""How long open connections may finish after SIGTERM; what is cut off is sent again."""
 
 
 def main() -> None:
@@ -65,6 +55,10 @@ def _application() -> typer.Typer:
         help="From Alertmanager's notifications to requests that a trainer's guard acts on.",
     )
 
+    given_config = typer.Option(
+        None, envvar="ACT_RECEIVER_CONFIG", help="YAML file with the receiver's settings."
+    )
+
     def print_version(wanted: bool) -> None:
         if wanted:
             typer.echo(f"act-alerting {importlib.metadata.version('act-exporter')}")
@@ -80,17 +74,16 @@ def _application() -> typer.Typer:
 
     @app.command(help=texts.SERVE_HELP)
     def serve(
-        config: Path | None = typer.Option(
-            None, envvar="ACT_RECEIVER_CONFIG", help="YAML file with the settings."
-        ),
+        config: Path | None = given_config,
         listen: str | None = typer.Option(None, help="HOST:PORT; port 0 takes a free one."),
         runs: Path | None = typer.Option(None, help="Folder that holds the run folders."),
         database: Path | None = typer.Option(None, help="SQLite file; made if it is not there."),
         token_file: Path | None = typer.Option(None, help="File with the bearer token, mode 600."),
     ) -> None:
+        from alerting.serve import serve as receive
         from alerting.settings import load_settings
 
-        try:
+        with _exit_codes():
             configure_logging()
             options = {
                 "listen": listen,
@@ -98,11 +91,7 @@ def _application() -> typer.Typer:
                 "database": database,
                 "token_file": token_file,
             }
-            _serve(load_settings(config, options))
-        except ConfigError as error:
-            _fail(str(error), 2)
-        except AlertingError as error:
-            _fail(str(error), 1)
+            receive(load_settings(config, options))
 
     @app.command(help=texts.INIT_HELP)
     def init(
@@ -131,54 +120,66 @@ def _application() -> typer.Typer:
 
     @app.command(help=texts.STATUS_HELP)
     def status(
-        config: Path | None = typer.Option(
-            None, envvar="ACT_RECEIVER_CONFIG", help="YAML file with the settings."
-        ),
+        config: Path | None = given_config,
         runs: Path | None = typer.Option(None, help="Folder that holds the run folders."),
         database: Path | None = typer.Option(None, help="The receiver's SQLite file."),
     ) -> None:
         from alerting.settings import load_mode, load_places
 
         options = {"runs": runs, "database": database}
-        try:
+        with _exit_codes():
             _, configured = load_mode(config, options)
             _print_status(*load_places(config, options), configured)
-        except ConfigError as error:
-            _fail(str(error), 2)
-        except AlertingError as error:
-            _fail(str(error), 1)
 
     @app.command(help=texts.MODE_HELP)
     def mode(
         mode: str | None = typer.Argument(None, help="act or notify-only; without, it is printed."),
-        config: Path | None = typer.Option(
-            None, envvar="ACT_RECEIVER_CONFIG", help="YAML file with the settings."
-        ),
+        config: Path | None = given_config,
         database: Path | None = typer.Option(None, help="The receiver's SQLite file."),
     ) -> None:
         from alerting.settings import load_mode
 
-        try:
+        with _exit_codes():
             typer.echo(_mode(mode, *load_mode(config, {"database": database})))
-        except ConfigError as error:
-            _fail(str(error), 2)
-        except AlertingError as error:
-            _fail(str(error), 1)
 
     @app.command(help=texts.CHECK_HELP)
     def check(
         alertmanager: Path = typer.Argument(..., help="The alertmanager.yml."),
-        config: Path | None = typer.Option(
-            None, envvar="ACT_RECEIVER_CONFIG", help="YAML file with the receiver's settings."
-        ),
+        config: Path | None = given_config,
         amtool: Path | None = typer.Option(None, help="Alertmanager's tool; else from the PATH."),
     ) -> None:
-        try:
+        with _exit_codes():
             _check(alertmanager, config, amtool)
-        except ConfigError as error:
-            _fail(str(error), 2)
-        except AlertingError as error:
-            _fail(str(error), 1)
+
+    @app.command(help=texts.DRILL_HELP)
+    def drill(
+        run: str = typer.Option(..., help="Name of a run that is training now."),
+        config: Path | None = given_config,
+        runs: Path | None = typer.Option(None, help="Folder that holds the run folders."),
+        database: Path | None = typer.Option(None, help="The receiver's SQLite file."),
+        listen: str | None = typer.Option(None, help="HOST:PORT of the receiver."),
+        token_file: Path | None = typer.Option(None, help="File with the bearer token."),
+        alertmanager: str = typer.Option("http://localhost:9093", help="Alertmanager's address."),
+        people: bool = typer.Option(True, help="Send the drill's message to people."),
+        # People's messages leave after the 30 s of `group_wait`, a bot that was busy is asked again
+        # 5 and 10 s later, and a guard answers between two steps, which may take a minute each.
+        wait: float = typer.Option(120, min=1, help="Seconds to wait for all of it."),
+    ) -> None:
+        from alerting.drill import perform
+        from alerting.settings import load_settings
+
+        options = {
+            "listen": listen,
+            "runs": runs,
+            "database": database,
+            "token_file": token_file,
+        }
+        with _exit_codes():
+            settings = load_settings(config, options)
+            if not perform(
+                settings, alertmanager, run, people=people, wait_seconds=wait, out=sys.stdout
+            ):
+                sys.exit(1)
 
     @app.command(help=texts.SEND_TEST_HELP)
     def send_test(
@@ -204,6 +205,17 @@ def _application() -> typer.Typer:
     supervise.register(app)
     app.add_typer(checkpoint_commands.application(), name="checkpoints")
     return app
+
+
+@contextlib.contextmanager
+def _exit_codes() -> Iterator[None]:
+    """Ends with 2 for a wrong setting and 1 for what else is wrong, each in a sentence."""
+    try:
+        yield
+    except ConfigError as error:
+        _fail(str(error), 2)
+    except AlertingError as error:
+        _fail(str(error), 1)
 
 
 def _send_test(target: Target) -> bool:
@@ -239,103 +251,32 @@ def _check(alertmanager: Path, config: Path | None, amtool: Path | None) -> None
 def _mode(wanted: str | None, database: Path, configured: Mode) -> str:
     """Switch the mode, where one is wanted; a line about the one in force."""
     from alerting.mode import MODES, switch, switched_to
+    from alerting.store import open_reader
 
     chosen = next((mode for mode in MODES if mode == wanted), None)
     if wanted is not None and chosen is None:
         _fail(f"The mode must be one of {', '.join(MODES)}, not {wanted!r}.", 2)
-    with contextlib.closing(_open_reader(database)) as reader:
+    with contextlib.closing(open_reader(database)) as reader:
         if chosen is not None:
             switch(database, chosen, time.time())
         now = switched_to(reader.read)
     return f"{now} (switched to)" if now is not None else f"{configured} (of the config)"
 
 
-def _open_reader(database: Path) -> Reader:
-    from alerting.store import open_reader
-
-    if not database.exists():
-        _fail(f"No receiver has run yet: there is no database {database}.", 1)
-    return open_reader(database)
-
-
 def _print_status(runs: Path, database: Path, configured: Mode) -> None:
     from alerting.mode import switched_to
     from alerting.overview import all_runs, count_messages
+    from alerting.store import open_reader
     from alerting.table import print_runs
 
     now = time.time()
-    with contextlib.closing(_open_reader(database)) as reader:
+    with contextlib.closing(open_reader(database)) as reader:
         print_runs(all_runs(runs, reader.read, now), now, sys.stdout)
         waiting, failed = count_messages(reader.read, now).get("", (0, 0))
         if waiting or failed:
             sys.stdout.write(f"messages of no run: {waiting} waiting, {failed} failed\n")
         if (switched_to(reader.read) or configured) == "notify-only":
             sys.stdout.write("mode notify-only: no trainer is asked for anything\n")
-
-
-def _serve(settings: Settings) -> None:
-    import uvicorn
-    from prometheus_client import CollectorRegistry
-
-    from alerting.mode import switched_to
-    from alerting.receiver import create_app
-    from alerting.store import Store
-
-    # Before the database: a second receiver started by mistake fails at the port, its first clash.
-    listener = _listen(settings.host, settings.port)
-    with listener:
-        targets = tuple(target.name for target in settings.notify)
-        store = Store(settings.database, targets, settings.repeat_interval_seconds)
-        try:
-            app = create_app(settings, store, registry=CollectorRegistry())
-            server = uvicorn.Server(
-                uvicorn.Config(
-                    app,
-                    lifespan="on",  # without its worker it must not start
-                    log_config=None,
-                    access_log=False,
-                    server_header=False,
-                    timeout_graceful_shutdown=GRACE_SECONDS,
-                )
-            )
-
-            def end(_number: int, _frame: FrameType | None) -> None:
-                server.should_exit = True
-
-            # uvicorn's own handlers end it cleanly and then raise the signal again, which would
-            # end the process before the database is closed.
-            for number in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(number, end)
-            host, port = listener.getsockname()[:2]
-            log.info("Mode %s.", switched_to(store.read) or settings.mode)
-            log.info("Listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
-            if not settings.runs.is_dir():
-                log.warning("The runs folder %s does not exist yet.", settings.runs)
-            server.run(sockets=[listener])
-        finally:
-            store.close()
-    log.info("Ended.")
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        # With the protocol: asyncio sets TCP_NODELAY only where it is named, and without that each
-        # answer waits 40 ms for the sender's delayed acknowledgement.
-        listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        _fail(f"{host} is no address to listen on: {error.strerror}.", 2)
-    # Else a restart fails for a minute while old connections are in TIME_WAIT.
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(address)
-        listener.listen()
-    except OSError as error:
-        listener.close()
-        _fail(f"Cannot listen on {host}:{port}: {error.strerror}.", 1)
-    return listener
 
 
 def _fail(sentence: str, code: int) -> NoReturn:

@@ -28,7 +28,7 @@ from alerting.files import sync_folder, write_atomically
 
 log = logging.getLogger(__name__)
 
-Action = Literal["recover", "checkpoint"]
+Action = Literal["recover", "checkpoint", "drill"]
 Result = Literal["done", "refused", "failed"]
 _CLAIM_SECONDS = 60
 """A claim takes milliseconds; what is older than this is nobody's any more."""
@@ -37,7 +37,11 @@ LIVE = ("running", "recovering")
 """The states of a run that takes up requests."""
 
 ACTIONS: tuple[Action, ...] = get_args(Action)
-"""In the order of precedence: the guard looks for a recovery first."""
+"""In the order of precedence: the guard looks for a recovery first, and for a drill last."""
+ASKED: tuple[Action, ...] = ("recover", "checkpoint")
+"""What an alert's label `action` may ask for; a drill is known by its name alone."""
+DRILL_ALERT = "ActDrill"
+"""The synthetic alert of `act-alerting drill`; no rule has this name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +76,8 @@ class Request:
         id: unique; names the answer's file, so only letters, digits and hyphens.
         run: the run's name.
         generation: the incident's generation, as the receiver read it from the status.
-        action: "recover" (roll back) or "checkpoint" (make a backup).
+        action: "recover" (roll back), "checkpoint" (make a backup) or "drill" (say what a recovery
+            would do, and do nothing; a guard of an older version never looks for it).
         alert: the alert's name, for people.
         created_at: Unix seconds.
     """

@@ -78,6 +78,24 @@ act-alerting check alertmanager.yml --config receiver.yml
 ```"""
 
 
+DRILL_HELP = """Send a synthetic alert through your Alertmanager, and say which hops work.
+
+The alert ActDrill asks for a recovery like a real one. On its way it is looked for at Alertmanager,
+at the receiver and at the run's guard, which says between two steps what it would do, and does
+nothing. People get one message that says it is a drill; with --no-people they get none. In the end
+the alert is ended. While it lasts a real alert of the same run may come up to 10 s later.
+
+Run it where the receiver runs, as its user. With a pair of Alertmanagers, once for each.
+
+Example:
+
+```
+act-alerting drill --run gpt --config receiver.yml
+```
+
+Exit code 0 if each hop is fine, 1 if one is broken, 2 if a setting is wrong."""
+
+
 SUPERVISE_HELP = """Run a trainer, and start it again within seconds after a crash or a hang.
 
 With --run-folder, that of the trainer's guard, the supervisor sees from the guard's heartbeat

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from urllib.parse import quote
 
-from alerting.control import Action, Answer, Request
+from alerting.control import ASKED, DRILL_ALERT, Action, Answer, Request
 from alerting.payload import Alert, Payload
 from alerting.phrases import SEVERITIES, TENSORS, VERDICTS, Language, summary_in
 from alerting.text import Link, Message, clean, clip, is_link, line_of, say
@@ -27,7 +27,6 @@ _ONSET = (
 its name keeps a hostile text from costing the square of its length."""
 _TIMES = re.compile(r"(?:reached|it is|jumps to) ([0-9]+(?:\.[0-9]+)?) times")
 _SEVERITIES = ("critical", "warning", "info")
-_ACTIONS = ("recover", "checkpoint")
 
 
 def of_alerts(
@@ -45,6 +44,8 @@ def of_alerts(
     over = [alert for alert in payload.alerts if alert.status == "resolved"]
     run = payload.group_labels.get("run") or payload.common_labels.get("run", "")
     title = "mixed" if firing and over else "firing" if firing else "over"
+    if payload.alerts and all(map(_is_drill, payload.alerts)):
+        title = "drill"
     items = [_item(language, alert) for alert in firing]
     items += [_item_over(language, alert) for alert in over]
     links = _links(language, (firing or over)[:1], run, dashboard_url)
@@ -193,7 +194,12 @@ def _summary(language: Language, firing: list[Alert], acts: bool) -> Iterable[st
                 worst = worst.replace(" steps", " 步")
             yield line_of(say(language, "worst", worst=clean(worst)))
             break
-    asked = [action for action in _ACTIONS if any(a.labels.get("action") == action for a in firing)]
+    real = [alert for alert in firing if not _is_drill(alert)]
+    if len(real) < len(firing):
+        yield say(language, "drill_text")
+    if not real:
+        return
+    asked = [action for action in ASKED if any(a.labels.get("action") == action for a in real)]
     done = asked[0] if asked and acts else "notify_only" if asked else "nothing"
     yield say(language, done)
     # The rules' descriptions are English; what one with an action says is said already.
@@ -212,13 +218,20 @@ def _onset(firing: list[Alert]) -> dict[str, str] | None:
     return None
 
 
+def _is_drill(alert: Alert) -> bool:
+    return alert.labels.get("alertname") == DRILL_ALERT
+
+
 def _urgency(alert: Alert) -> tuple[int, int, float]:
     """Sorts by severity, then what asks for most, then by how many times its baseline it is."""
+    if _is_drill(alert):
+        # Nothing real may stand below it, whatever its labels say.
+        return len(_SEVERITIES), len(ASKED), 0.0
     severity, action = alert.labels.get("severity", ""), alert.labels.get("action", "")
     found = _TIMES.search(alert.annotations.get("summary", ""))
     return (
         _SEVERITIES.index(severity) if severity in _SEVERITIES else len(_SEVERITIES),
-        _ACTIONS.index(action) if action in _ACTIONS else len(_ACTIONS),
+        ASKED.index(action) if action in ASKED else len(ASKED),
         -float(found[1]) if found else 0.0,
     )
 

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Literal
 
-from alerting.control import Answer, Request
+from alerting.control import DRILL_ALERT, Answer, Request
 from alerting.database import Database
 from alerting.message import (
     of_alerts,
@@ -92,17 +92,19 @@ class Sending:
 def news_of_group(payload: Payload, content: str, at: float) -> News:
     """A notification as news: the same group with the same alerts in the same state is the same.
 
-    Not part of it is what differs between two Alertmanagers: their address and `endsAt`.
+    Not part of it is what differs between two Alertmanagers: their address and `endsAt`. Nor is the
+    state of a drill alone, whose end is no news to people.
     """
+    drilling = all(alert.labels.get("alertname") == DRILL_ALERT for alert in payload.alerts)
     alerts = sorted(
         [
-            alert.status,
+            "" if drilling else alert.status,
             alert.starts_at.timestamp() if alert.starts_at else 0.0,
             sorted(alert.labels.items()),
         ]
         for alert in payload.alerts
     )
-    text = json.dumps([payload.group_key, payload.status, alerts])
+    text = json.dumps([payload.group_key, "" if drilling else payload.status, alerts])
     key = hashlib.sha256(text.encode()).hexdigest()
     return News(kind="alerts", key=key, content=content, at=at)
 

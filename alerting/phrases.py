@@ -19,6 +19,11 @@ PHRASES: dict[Language, dict[str, str]] = {
         "firing": "{firing} firing: {what}",
         "mixed": "{firing} firing, {over} over: {what}",
         "over": "over: {what}",
+        "drill": "drill, nothing is wrong: {what}",
+        "drill_text": (
+            "ActDrill is a drill: somebody tries whether alerts arrive here. There is nothing to "
+            "do."
+        ),
         "item": "{alertname} ({severity}): {text}",
         "item_over": "over: {alertname} {where}",
         "first_bad": "First bad layer: {layer} ({tensor}), at step {step}",
@@ -82,6 +87,8 @@ PHRASES: dict[Language, dict[str, str]] = {
         "firing": "{firing} 条告警：{what}",
         "mixed": "{firing} 条告警，{over} 条已解除：{what}",
         "over": "已解除：{what}",
+        "drill": "演练，并无故障：{what}",
+        "drill_text": "ActDrill 为演练：有人在检查告警能否送达这里，无需处理。",
         "item": "{alertname}（{severity}）：{text}",
         "item_over": "已解除：{alertname} {where}",
         "first_bad": "最先异常的层：{layer}（{tensor}），第 {step} 步",
@@ -223,6 +230,7 @@ ALERTS_ZH: dict[str, tuple[str, str]] = {
     "ActNotificationsFailing": (r'by "(.+)"', "Alertmanager 无法通过 {value} 投递消息"),
     "ActMessagesFailing": (r'to "(.+)"', "接收器无法向 {value} 投递消息"),
     "ActWatchdog": ("", "告警通道正常"),
+    "ActDrill": ("", "告警通道演练，并无故障"),
 }
 """Alert name to where its summary has the value (a pattern with one group, "" for none), and what
 is said in Chinese."""

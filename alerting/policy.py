@@ -11,7 +11,7 @@ from collections.abc import Container
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from alerting.control import ACTIONS, LIVE, Action, Status
+from alerting.control import ACTIONS, ASKED, DRILL_ALERT, LIVE, Action, Status
 from alerting.payload import Alert, Payload
 
 Outcome = Literal["requested", "open", "limited", "covered", "refused", "failed", "notify-only"]
@@ -34,7 +34,7 @@ class Wish:
 
     Attributes:
         run: the alert's `run` label; only ever compared, never part of a path.
-        action: the alert's `action` label.
+        action: the alert's `action` label; of `ActDrill` it is "drill", whatever its label says.
         alertname: the first alert of the delivery that asks for it.
     """
 
@@ -69,6 +69,8 @@ class Decision:
 def read(payload: Payload, allowed: Container[str]) -> tuple[list[Wish], list[Decision]]:
     """Sort a delivery's alerts: at most one wish a run, and a decision for all that ask in vain.
 
+    A drill is a wish of its own beside it: it neither covers what is real nor is covered by it.
+
     Args:
         payload: the delivery.
         allowed: the names of the alerts that may ask for anything.
@@ -85,9 +87,9 @@ def read(payload: Payload, allowed: Container[str]) -> tuple[list[Wish], list[De
             asking[verdict] = None
         else:
             refused[verdict] = None
-    by_run: dict[str, Wish] = {}
+    by_run: dict[tuple[str, bool], Wish] = {}
     for wish in sorted(asking, key=lambda wish: ACTIONS.index(wish.action)):
-        first = by_run.setdefault(wish.run, wish)
+        first = by_run.setdefault((wish.run, wish.action == "drill"), wish)
         if first is not wish:
             refused[
                 _refuse(
@@ -152,16 +154,21 @@ def _read_alert(alert: Alert, allowed: Container[str]) -> Wish | Decision:
     name = alert.labels.get("alertname", "")
     run = alert.labels.get("run", "")
     action = alert.labels.get("action", "")
-    if name not in allowed:
+    is_drill = name == DRILL_ALERT
+    if not is_drill and name not in allowed:
         return _refuse(run, action, name, f"the alert {name!r} is not on the allow-list")
     if alert.status != "firing":
         return _refuse(run, action, name, "the alert is resolved, which asks for nothing")
     if not run:
         return _refuse(run, action, name, "the alert has no `run` label")
-    for known in ACTIONS:
+    if is_drill:
+        # Needs no place on the allow-list, since nothing is done, and no limit: one is open at a
+        # time, and a guard answers at most one a step, from the checkpoints' manifests alone.
+        return Wish(run=run, action="drill", alertname=name)
+    for known in ASKED:
         if action == known:
             return Wish(run=run, action=known, alertname=name)
-    return _refuse(run, action, name, f"its `action` label {action!r} is none of {ACTIONS}")
+    return _refuse(run, action, name, f"its `action` label {action!r} is none of {ASKED}")
 
 
 def _refuse(

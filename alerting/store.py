@@ -130,6 +130,8 @@ def open_reader(path: Path) -> Reader:
     Raises:
         StoreError: it is not there, or of another version.
     """
+    if not path.exists():
+        raise StoreError(f"No receiver has run yet: there is no database {path}.")
     return Reader(path, APPLICATION_ID, len(SCHEMAS))
 
 

@@ -168,7 +168,8 @@ class Worker:
         )
         if refusal is not None or control is None or status is None:
             return refusal or _decide(wish, "failed", "the run's status vanished while it was read")
-        if (switched_to(self._store.read) or self._settings.mode) == "notify-only":
+        mode = switched_to(self._store.read) or self._settings.mode
+        if mode == "notify-only" and wish.action != "drill":
             reason = f"in mode notify-only the guard of generation {status.generation} is not asked"
             return replace(_decide(wish, "notify-only", reason), generation=status.generation)
         request = Request(

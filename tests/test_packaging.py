@@ -16,6 +16,7 @@ SHIPPED = {
     "prometheus/rules/activations.yml",
     "prometheus/runbook.md",
     "grafana/provisioning/datasources/act.yml",
+    "alerting/alertmanager-pair.yml",
     "alerting/alertmanager.yml",
     "alerting/receiver.yml",
     "deploy/launch.sh",

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 from typing import NoReturn
 
-from alerting.control import Result
+from alerting.control import Request, Result
 from alerting.exceptions import CheckpointError, RecoveryHaltedError
 from alerting.exit_codes import RESTART
 from alerting.recovery.checkpoints import CheckpointStore
@@ -73,7 +73,7 @@ class RecoveryProcedure:
             SystemExit: a new process is to carry it through.
         """
         seen = [onset for onset in self._ranks.gather(self._detector.onset()) if onset is not None]
-        recovery = self._ranks.lead(lambda: self._intend(step, min(seen, default=None)))
+        recovery = self._ranks.lead(lambda: self._take(step, min(seen, default=None)))
         if recovery is None:
             return None
         try:
@@ -88,7 +88,7 @@ class RecoveryProcedure:
             raise SystemExit(RESTART)
         return self._go_back(recovery, starting=False)
 
-    def _intend(self, step: int, onset: int | None) -> Recovery | None:
+    def _take(self, step: int, onset: int | None) -> Recovery | None:
         """Take the request, and put the intent and the payment into the ledger."""
         request = self._mailbox.take("recover", step)
         if request is None:
@@ -102,27 +102,45 @@ class RecoveryProcedure:
             )
             return None
         log.warning("step %d: recovery begins; the first bad step was %s", step, onset)
-        ledger = self._ledger.now
-        paid = self._mailbox.rollbacks_left > 0
-        recovery = Recovery(
-            request_id=request.id,
-            step=step,
-            onset=onset,
-            generation=ledger.generation,
-            paid=paid,
-            target=None,
-        )
+        recovery = self._intent(request, step, onset)
         self._mailbox.tell("recovering", step)
         self._ledger.update(
             recovery=recovery,
-            rollbacks_used=ledger.rollbacks_used + paid,
-            phase="running" if paid else "halted",
+            rollbacks_used=self._ledger.now.rollbacks_used + recovery.paid,
+            phase="running" if recovery.paid else "halted",
         )
         return recovery
 
     def _give_up(self, recovery: Recovery) -> NoReturn:
         self._rollback.mark_suspects(recovery)
         raise self._halt(recovery, self._spent())
+
+    def drill(self, step: int, onset: int | None) -> None:
+        """Answer an open drill with what `recover` would do after step `step`; do none of it.
+
+        Args:
+            step: the run's.
+            onset: the first bad step that any rank has seen.
+        """
+        request = self._mailbox.take("drill", step)
+        if request is None:
+            return
+        recovery = self._intent(request, step, onset)
+        target = self._rollback.target(recovery)
+        left = self._mailbox.rollbacks_left
+        result: Result = "done" if recovery.paid and target is not None else "failed"
+        if not recovery.paid:
+            detail = f"a recovery would halt the run: {self._spent()}"
+        elif target is None:
+            detail = "a recovery would halt the run: no healthy checkpoint is old enough"
+        else:
+            detail = (
+                f"a recovery would roll back from step {step} to {target.name}, which is "
+                f"{target.health.health}, once its files are found whole; rollbacks left: {left}"
+            )
+        if self._watched and onset is None:
+            detail += "; at this step it would be refused, since no bad step was seen"
+        self._mailbox.answer(request, result, detail, step=step, onset=onset)
 
     def take_up(self, recovery: Recovery) -> Checkpoint:
         """Carry through, in a new process, what a former one began.
@@ -161,6 +179,16 @@ class RecoveryProcedure:
             generation,
         )
         return generation
+
+    def _intent(self, request: Request, step: int, onset: int | None) -> Recovery:
+        return Recovery(
+            request_id=request.id,
+            step=step,
+            onset=onset,
+            generation=self._ledger.now.generation,
+            paid=self._mailbox.rollbacks_left > 0,
+            target=None,
+        )
 
     def _go_back(self, recovery: Recovery, *, starting: bool) -> Checkpoint:
         try:

@@ -114,6 +114,13 @@ class Rollback:
             f"look at {self._store.path}"
         )
 
+    def target(self, recovery: Recovery) -> Checkpoint | None:
+        """What `go_back` would load now if its files are whole; changes nothing.
+
+        They are not read for it: all of a large checkpoint takes minutes, and training would stand.
+        """
+        return next(iter(self._candidates(self.line(), recovery)), None)
+
     def _ways_back(self, recovery: Recovery) -> list[list[Checkpoint]]:
         """The checkpoints to try, the best first, each with what it descends from."""
         self.mark_suspects(recovery)

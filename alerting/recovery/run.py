@@ -226,6 +226,7 @@ class GuardedRun:
                     # The budget may be whole again.
                     self._mailbox.tell("running", step)
                     self._show()
+                self._procedure.drill(step, self._onset())
         except Exception as error:
             self._failure = error
 

@@ -178,24 +178,32 @@ def render_prometheus(exporter_port: int, ports: dict[str, int]) -> dict[str, An
 
 
 def render_alertmanager(
-    ports: dict[str, int], token: Path, chat: Path, *, bots: bool = False
+    ports: dict[str, int],
+    token: Path,
+    chat: Path,
+    *,
+    bots: bool = False,
+    second_receiver: int | None = None,
 ) -> dict[str, Any]:
     """The shipped alertmanager.yml for these ports and secrets, with chat but without email.
 
-    With `bots` people are told by the receiver too, as where that part is uncommented.
+    With `bots` people are told by the receiver too, as where that part is uncommented; with the
+    port of a second receiver it is alertmanager-pair.yml.
     """
-    config = _shipped("alerting/alertmanager.yml")
+    pair = second_receiver is not None
+    config = _shipped("alerting/alertmanager-pair.yml" if pair else "alerting/alertmanager.yml")
     for receiver in config["receivers"]:
         receiver.pop("email_configs", None)  # there is no mail server here
         for people in receiver.get("slack_configs", []):
             people["api_url_file"] = str(chat)
         for trainer in receiver.get("webhook_configs", []):
-            path = urlsplit(trainer["url"]).path
-            trainer["url"] = f"http://localhost:{ports['receiver']}{path}"
+            url = urlsplit(trainer["url"])
+            port = second_receiver if "receiver-b" in url.netloc else ports["receiver"]
+            trainer["url"] = f"http://localhost:{port}{url.path}"
             trainer["http_config"]["authorization"]["credentials_file"] = str(token)
     if bots:
         told = {receiver["name"]: receiver for receiver in config["receivers"]}
-        (trainer,) = told["trainer"]["webhook_configs"]
+        trainer, *_ = told["trainer"]["webhook_configs"]
         url = f"http://localhost:{ports['receiver']}/messages"
         told["people"]["webhook_configs"] = [{**trainer, "url": url, "send_resolved": True}]
     config["global"] = {

@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import yaml
@@ -25,6 +26,7 @@ from aiosmtpd.smtp import AuthResult, Envelope, LoginPassword
 from deploy.demo.servers import REPOSITORY, Server, binary, free_port, running, wait_for
 
 CONFIG = REPOSITORY / "alerting" / "alertmanager.yml"
+PAIR = REPOSITORY / "alerting" / "alertmanager-pair.yml"
 RULES = sorted((REPOSITORY / "prometheus" / "rules").glob("*.yml"))
 CASES = sorted((REPOSITORY / "tests" / "prometheus").glob("*.yml"))
 
@@ -153,6 +155,13 @@ class TestRoutes:
         expect_route({"alertname": "DiskFull", "instance": "a:9100"}, "people")
         expect_route({"alertname": "ActSomethingNew", "severity": "warning"}, "people")
 
+    @pytest.mark.parametrize(
+        ("severity", "receivers"), [("critical", TRAINER_AND_PEOPLE), ("info", "trainer,dashboard")]
+    )
+    def test_a_drill_takes_the_way_of_a_recovery(self, severity: str, receivers: str) -> None:
+        labels = {"alertname": "ActDrill", "run": "gpt", "drill": "1-a"}
+        expect_route(labels | {"action": "recover", "severity": severity}, receivers)
+
     def test_an_unknown_action_reaches_people_only(self) -> None:
         expect_route({**labels_of("ActRunaway"), "action": "recover-all"}, "people")
 
@@ -167,7 +176,8 @@ class TestRoutes:
         """So they come along where only that route is copied into another configuration."""
         for child in self.parent["routes"]:
             if child["receiver"] not in ("trainer", "watchdog"):
-                assert child.keys() <= {"receiver", "matchers"}
+                assert child.keys() - {"group_by"} <= {"receiver", "matchers"}
+                assert "group_by" not in child or child["matchers"] == ['alertname="ActDrill"']
 
     def test_the_watchdog_is_sent_well_within_what_the_receiver_waits_for(self) -> None:
         """Sent when a group is looked at and the last is older than the repeat interval."""
@@ -225,6 +235,54 @@ class TestRoutes:
         secrets = {"api_url", "slack_api_url", "smtp_auth_password", "auth_password"}
         secrets |= {"credentials", "bearer_token", "password", "smtp_auth_secret"}
         assert secrets.isdisjoint(keys(self.config))
+
+
+class TestPair:
+    """alertmanager-pair.yml is the same file but for its head and the second receiver."""
+
+    text = PAIR.read_text()
+
+    def test_configuration_is_valid(self) -> None:
+        assert "SUCCESS" in amtool("check-config", PAIR)
+
+    def test_routes_people_and_their_reasons_are_the_same_line_by_line(self) -> None:
+        def routes(text: str) -> str:
+            return text[text.index("# To take it into") : text.index("    # Feishu, DingTalk")]
+
+        assert routes(self.text) == routes(CONFIG.read_text())
+
+    def test_each_webhook_is_there_once_a_receiver_and_differs_in_nothing_else(self) -> None:
+        ours, shipped = (yaml.safe_load(path.read_text()) for path in (PAIR, CONFIG))
+        for receiver in shipped["receivers"]:
+            if "webhook_configs" in receiver:
+                receiver["webhook_configs"] = [
+                    webhook | {"url": f"https://{host}.example.com{urlsplit(webhook['url']).path}"}
+                    for webhook in receiver["webhook_configs"]
+                    for host in ("receiver-a", "receiver-b")
+                ]
+        assert ours == shipped
+
+    def test_people_are_told_of_alerts_by_one_receiver(self) -> None:
+        commented = [line for line in self.text.splitlines() if "/messages" in line]
+        assert commented == ["    #   - url: https://receiver-a.example.com/messages"]
+
+
+@pytest.mark.parametrize("path", [CONFIG, PAIR])
+def test_later_parsers_read_the_matchers_alike(path: Path) -> None:
+    """Since 0.27 values want double quotes, and backslashes in them are escapes."""
+
+    def matchers(node: Any) -> Iterator[str]:
+        for key, value in node.items() if isinstance(node, dict) else ():
+            if key.endswith("matchers"):
+                yield from value
+        for value in node.values() if isinstance(node, dict) else node:
+            if isinstance(value, dict | list):
+                yield from matchers(value)
+
+    found = list(matchers(yaml.safe_load(path.read_text())))
+    assert len(found) > 10
+    for matcher in found:
+        assert re.fullmatch(r'[a-z_]+(=|!=|=~|!~)"[^"\\]*"', matcher), matcher
 
 
 class TestImported:

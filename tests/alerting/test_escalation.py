@@ -77,6 +77,31 @@ class TestTold:
             desk.deliver(store, alert("Other"))
         assert len(overdue(desk)) == 1
 
+    def test_a_drill_is_told_to_nobody_and_blocks_nothing(self, desk: Desk) -> None:
+        """Neither that it stays open nor what came of it; whoever began it says so."""
+        with desk.working() as store:
+            control = register(desk.runs)
+            desk.deliver(store, alert("ActDrill"))
+            asked = control.open_request("drill")
+            assert asked is not None
+            desk.clock.now += 10 * DEADLINE
+            desk.deliver(store, alert("Other"))
+            desk.deliver(store, alert("Other"))
+            desk.deliver(store, alert())
+            assert control.open_request("recover") is not None
+            assert [r["action"] for r in desk.rows("SELECT action FROM requests")] == [
+                "drill",
+                "recover",
+            ]
+            control.answer(answer_to(asked))
+            wait_for(
+                lambda: desk.rows(
+                    "SELECT 1 FROM requests WHERE action = 'drill' AND result IS NOT NULL"
+                ),
+                "the answer",
+            )
+        assert desk.rows("SELECT * FROM messages") == []
+
     def test_an_answer_in_time_is_all_that_is_told(self, desk: Desk) -> None:
         with desk.working() as store:
             control, asked = ask(desk, store)

@@ -58,6 +58,12 @@ def read(*alerts: dict[str, Any], language: Any = "en", **fields: Any) -> Messag
     return of_alerts(parse(text(*alerts, **fields)), language, "http://grafana/d/act?var-run={run}")
 
 
+def drill(status: str = "firing") -> dict[str, Any]:
+    """As `act-alerting drill` gives it to Alertmanager."""
+    labels = {"alertname": "ActDrill", "severity": "critical", "action": "recover", "run": "gpt"}
+    return {"status": status, "labels": labels | {"drill": "1-a"}, "annotations": {"summary": "-"}}
+
+
 class TestAlerts:
     def test_an_incident_says_where_how_much_since_when_and_what_is_done(self) -> None:
         message = read(
@@ -78,6 +84,37 @@ class TestAlerts:
             "Dashboard: http://grafana/d/act?var-run=gpt",
             "act-exporter",
         ]
+
+    @pytest.mark.parametrize(
+        ("language", "title", "text"),
+        [
+            ("en", "drill, nothing is wrong: run gpt", "ActDrill is a drill: somebody tries"),
+            ("zh", "演练，并无故障：训练任务 gpt", "ActDrill 为演练：有人在检查"),
+        ],
+    )
+    def test_a_drill_says_that_it_is_one_and_promises_nothing(
+        self, language: str, title: str, text: str
+    ) -> None:
+        message = read(drill(), language=language)
+        assert message.title == title
+        assert message.lines()[0].startswith(text)
+        assert "roll" not in message.plain().replace("rolled", "")
+        assert "回滚" not in message.plain()
+
+    def test_the_end_of_a_drill_is_no_news(self) -> None:
+        def key(*alerts: dict[str, Any]) -> str:
+            return news_of_group(parse(text(*alerts)), "", 1.0).key
+
+        assert key(drill()) == key(drill("resolved"))
+        real = shipped("ActRunaway")
+        assert key(real, drill()) != key(real, drill("resolved")) != key(real)
+
+    def test_beside_a_drill_what_is_real_comes_first(self) -> None:
+        message = read(drill(), shipped("ActRunaway"))
+        assert message.title == "2 firing: run gpt"
+        assert message.items[0].startswith("ActRunaway (critical)")
+        assert any("asked to save an emergency checkpoint" in line for line in message.summary)
+        assert any("ActDrill is a drill" in line for line in message.summary)
 
     def test_the_same_in_chinese(self) -> None:
         message = read(shipped("ActLayerAboveBaseline"), shipped("ActRunaway"), language="zh")

@@ -88,6 +88,15 @@ class TestDecisions:
             desk.deliver(store, CHECKPOINT)
         assert desk.outcomes() == ["requested", "notify-only", "notify-only", "requested"]
 
+    def test_a_drill_is_asked_for_all_the_same(self, desk: Desk) -> None:
+        """It does nothing, and says of a run in its first weeks what would have been done."""
+        control = register(desk.runs)
+        with desk.working() as store:
+            switch(desk.database, "notify-only", 1.0)
+            desk.deliver(store, alert("ActDrill"), alert())
+        assert open_ids(control) == ["drill.json"]
+        assert sorted(desk.outcomes()) == ["notify-only", "requested"]
+
     def test_an_open_request_is_still_answered(self, desk: Desk) -> None:
         desk.keys["mode"] = "act"
         control = register(desk.runs)

@@ -57,6 +57,21 @@ class TestRead:
         ]
         assert decisions == []
 
+    def test_a_drill_stands_beside_what_is_real_and_never_in_its_way(self) -> None:
+        """Whatever it asks for, and although it is not on the list."""
+        drill = alert("ActDrill", action="recover")
+        wishes, decisions = sort(drill, alert())
+        assert wishes == [RECOVER, Wish(run=RUN, action="drill", alertname="ActDrill")]
+        assert decisions == []
+        assert sort(drill, alert("ActLayerAboveBaseline", action="checkpoint"))[0][0] == CHECKPOINT
+        (ended,) = sort(alert("ActDrill", status="resolved"))[1]
+        assert ended.outcome == "refused"
+
+    def test_no_other_alert_can_ask_for_a_drill(self) -> None:
+        wishes, (refused,) = sort(alert(action="drill"))
+        assert wishes == []
+        assert refused.outcome == "refused"
+
     def test_a_second_name_that_asks_for_the_same_is_covered(self) -> None:
         wishes, decisions = sort(
             alert("ActLayerAboveBaseline", action="checkpoint"),

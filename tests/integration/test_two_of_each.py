@@ -1,4 +1,4 @@
-"""Two Alertmanagers, each with a receiver of its own, over one runs folder: still one rollback."""
+"""A pair of Alertmanagers and two receivers over one runs folder: still one rollback."""
 
 from __future__ import annotations
 
@@ -8,61 +8,83 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import requests
 import yaml
 
 from deploy.demo.servers import REPOSITORY, binary, free_port, running
+from deploy.demo.stack import SPEEDUP, render_alertmanager
 from tests.alerting.test_store import rows
 from tests.integration.scene import Scene
 from tests.integration.trainer import RUN
 
 
 @contextlib.contextmanager
-def second_pair(scene: Scene) -> Iterator[Path]:
-    """Another Alertmanager and receiver, which Prometheus tells too; the receiver's database."""
-    folder = scene.stack.database.parent
-    own = {name: free_port() for name in ("alertmanager", "receiver")}
-    database = folder / "second.sqlite"
+def pair(scene: Scene) -> Iterator[Path]:
+    """Two Alertmanagers that know each other, with alertmanager-pair.yml, and a second receiver.
 
-    def changed(name: str, content: dict[str, Any]) -> Path:
-        path = folder / f"second-{name}.yml"
-        path.write_text(yaml.safe_dump(content))
-        return path
+    The one Alertmanager of the stage makes room for them, at its address; the second receiver's
+    database is what comes back.
+    """
+    folder = scene.stack.database.parent
+    first = scene.stack.urls["alertmanager"].removeprefix("http://")
+    second, receiver = (f"127.0.0.1:{free_port()}" for _ in range(2))
+    mesh = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+    database = folder / "second.sqlite"
 
     def read(name: str) -> Any:
         return yaml.safe_load((folder / f"{name}.yml").read_text())
 
-    listen = {name: f"127.0.0.1:{port}" for name, port in own.items()}
-    receiver = read("receiver") | {"listen": listen["receiver"], "database": str(database)}
-    routing = read("alertmanager")
-    for told in routing["receivers"]:
-        for webhook in told.get("webhook_configs", []):
-            webhook["url"] = f"http://{listen['receiver']}{urlsplit(webhook['url']).path}"
+    def changed(name: str, content: dict[str, Any]) -> Path:
+        path = folder / f"{name}.yml"
+        path.write_text(yaml.safe_dump(content))
+        return path
+
+    # Its chat's and token's files, as in the configuration that the stage has.
+    (people,) = (told for told in read("alertmanager")["receivers"] if told["name"] == "people")
+    (webhook,) = people["webhook_configs"]
+    config = render_alertmanager(
+        {"receiver": int(scene.stack.urls["receiver"].rpartition(":")[2])},
+        Path(webhook["http_config"]["authorization"]["credentials_file"]),
+        Path(people["slack_configs"][0]["api_url_file"]),
+        bots=True,
+        second_receiver=int(receiver.rpartition(":")[2]),
+    )
+    keys = read("receiver") | {"listen": receiver, "database": str(database)}
     commands: dict[str, list[str | Path]] = {
         "second-receiver": [
             *(sys.executable, "-m", "alerting.cli", "serve"),
-            f"--config={changed('receiver', receiver)}",
-        ],
-        "second-alertmanager": [
-            binary("alertmanager"),
-            f"--config.file={changed('alertmanager', routing)}",
-            f"--storage.path={folder / 'second-alertmanager-data'}",
-            f"--web.listen-address={listen['alertmanager']}",
-            "--cluster.listen-address=",
+            f"--config={changed('second-receiver', keys)}",
         ],
     }
+    changed("pair", config)
+    for number, listen in enumerate((first, second)):
+        commands[f"alertmanager-{number}"] = [
+            binary("alertmanager"),
+            f"--config.file={folder / 'pair.yml'}",
+            f"--storage.path={folder / f'pair-{number}-data'}",
+            f"--web.listen-address={listen}",
+            f"--cluster.listen-address={mesh[number]}",
+            f"--cluster.peer={mesh[1 - number]}",
+            f"--cluster.peer-timeout={15 / SPEEDUP:g}s",
+        ]
+    answers = (f"{receiver}/readyz", f"{first}/-/ready", f"{second}/-/ready")
+    scene.stack.alertmanager.stop()
     with contextlib.ExitStack() as opened:
-        for name, argv in commands.items():
-            server = opened.enter_context(running(name, argv, folder, cwd=REPOSITORY))
-            url = f"http://{listen[name.removeprefix('second-')]}"
-            path = "/readyz" if "receiver" in name else "/-/ready"
-            server.wait_for(lambda at=url + path: requests.get(at, timeout=2).ok, "an answer")  # type: ignore[misc]
+        servers = [
+            opened.enter_context(running(name, argv, folder, cwd=REPOSITORY))
+            for name, argv in commands.items()
+        ]
+        for server, at in zip(servers, answers, strict=True):
+            server.wait_for(lambda at=at: requests.get(f"http://{at}", timeout=2).ok, "an answer")  # type: ignore[misc]
+        scene.wait(
+            lambda: len(status(first)["peers"]) == 2 and status(first)["status"] == "ready",
+            "the two Alertmanagers to find each other",
+        )
         prometheus = read("prometheus")
         (managers,) = prometheus["alerting"]["alertmanagers"]
-        managers["static_configs"][0]["targets"].append(listen["alertmanager"])
-        (folder / "prometheus.yml").write_text(yaml.safe_dump(prometheus))
+        managers["static_configs"][0]["targets"].append(second)
+        changed("prometheus", prometheus)
         assert scene.stack.prometheus.process is not None
         scene.stack.prometheus.process.send_signal(signal.SIGHUP)
         address = f"{scene.stack.urls['prometheus']}/api/v1/alertmanagers"
@@ -75,8 +97,14 @@ def second_pair(scene: Scene) -> Iterator[Path]:
         yield database
 
 
+def status(alertmanager: str) -> dict[str, Any]:
+    """What an Alertmanager says of its mesh."""
+    found: dict[str, Any] = requests.get(f"http://{alertmanager}/api/v2/status", timeout=5).json()
+    return found["cluster"]
+
+
 def test_two_alertmanagers_and_two_receivers_roll_back_once(scene: Scene) -> None:
-    with second_pair(scene) as second:
+    with pair(scene) as second:
         databases = (scene.stack.database, second)
 
         def recoveries(result: str | None = None) -> list[dict[str, Any]]:
@@ -105,3 +133,9 @@ def test_two_alertmanagers_and_two_receivers_roll_back_once(scene: Scene) -> Non
         assert scene.value("max_over_time(act_rollbacks_total{RUN}[1h])") == 1
         assert (scene.status()["generation"], scene.status()["state"]) == (1, "running")
         assert len(told()) == 1
+        # Whichever of the two Alertmanagers posted them, and as often as they did.
+        alerts = "SELECT key FROM messages WHERE kind = 'alerts'"
+        keys = [row["key"] for row in rows(databases[0], alerts)]
+        assert keys
+        assert len(keys) == len(set(keys))
+        assert rows(second, alerts) == []

@@ -40,6 +40,59 @@ def generation(trainer):
     return trainer.control.status().generation
 
 
+class TestDrill:
+    def test_a_healthy_run_goes_on_bit_for_bit(self, tmp_path, reference):
+        trainer = Trainer(tmp_path, settings=KEEP)
+        for step, batch in trainer.guard.steps(30):
+            if step == FAULT:
+                request = trainer.ask("drill")
+            trainer.records.append(trainer.train_step(step, batch))
+        answer = trainer.control.read_answer(request)
+        assert (answer.result, answer.step, answer.generation) == ("done", FAULT, 0)
+        assert answer.resumed_from is None
+        assert "to step-00000015-g0, which is pending" in answer.detail
+        assert answer.detail.endswith("since no bad step was seen")
+        assert trainer.records == reference
+        assert trainer.names() == [f"step-{n:08d}-g0" for n in range(0, 31, 5)]
+        status = trainer.control.status()
+        assert (status.rollbacks_left, status.last_backup_at) == (2, None)
+
+    def test_with_a_real_request_beside_it_the_run_is_rolled_back_as_ever(self, tmp_path):
+        trainer = Trainer(tmp_path, settings=KEEP)
+        drill, real = run_with_fault(trainer, actions=("drill", "recover"))
+        assert trainer.control.read_answer(real).resumed_from == "step-00000015-g0"
+        answer = trainer.control.read_answer(drill)
+        # It is about the generation before the rollback, which went first.
+        assert (answer.result, answer.detail[:5]) == ("refused", "stale")
+        assert trainer.control.status().generation == 1
+
+    def test_it_says_where_the_rollback_goes_that_comes_next(self, tmp_path):
+        trainer = Trainer(tmp_path, settings=KEEP)
+        drill = real = None
+        for step, batch in trainer.guard.steps(30):
+            if step == FAULT and drill is None:
+                trainer.break_model()
+                drill = trainer.ask("drill")
+            elif step == FAULT + 1 and real is None:
+                real = trainer.ask("recover")
+            trainer.train_step(step, batch)
+        said, done = (trainer.control.read_answer(request) for request in (drill, real))
+        assert (said.onset, said.result) == (FAULT, "done")
+        assert f" to {done.resumed_from}, " in said.detail
+        assert "refused" not in said.detail
+
+    def test_a_spent_budget_is_a_broken_hop(self, tmp_path):
+        trainer = Trainer(tmp_path, settings={"max_rollbacks": 0})
+        for step, batch in trainer.guard.steps(12):
+            if step == 11:
+                request = trainer.ask("drill")
+            trainer.train_step(step, batch)
+        answer = trainer.control.read_answer(request)
+        assert answer.result == "failed"
+        assert "the rollback budget is spent" in answer.detail
+        assert trainer.control.status().state == "finished"
+
+
 class TestRollback:
     def test_it_is_bitwise_the_run_whose_fault_never_happened(self, tmp_path, reference):
         trainer = Trainer(tmp_path, settings=KEEP)
