@@ -123,7 +123,8 @@ class RecoveryProcedure:
             onset: the first bad step that any rank has seen.
         """
         request = self._mailbox.take("drill", step)
-        if request is None:
+        if request is None or self._mailbox.find("recover") is not None:
+            # A real one goes first, and is what the drill would have told of.
             return
         recovery = self._intent(request, step, onset)
         target = self._rollback.target(recovery)
