@@ -11,6 +11,7 @@ The groups are gloo's, on the CPU, and made for this alone: nothing queues behin
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Protocol, TypeVar
@@ -90,6 +91,11 @@ class Alone:
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
+
+    def __init__(self) -> None:
+        # At each save and load torch would wonder whether a single process is meant. For good: a
+        # filter for the moment is the process's, and the writing thread is not alone in it.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")
 
     def lead(self, act: Callable[[], Value]) -> Value:
         """See `Ranks`."""

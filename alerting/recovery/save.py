@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-import warnings
 from concurrent.futures import Executor, Future
 from pathlib import Path
 
@@ -57,10 +56,7 @@ class Save:
 def _write(snapshot: Snapshot, draft: Manifest, folder: Path, ranks: Ranks, began: float) -> float:
     alone = ranks.group is None
     with ranks.united():
-        with warnings.catch_warnings():
-            # That a single process saves is meant so.
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            save(snapshot.sharded, checkpoint_id=folder, process_group=ranks.group, no_dist=alone)
+        save(snapshot.sharded, checkpoint_id=folder, process_group=ranks.group, no_dist=alone)
         with (folder / rank_file(ranks.rank)).open("wb") as file:
             torch.save(snapshot.rank, file)
             file.flush()
