@@ -100,7 +100,7 @@ class Answer:
         result: "done", "refused" (nothing was wrong, or not allowed) or "failed".
         detail: one sentence for people.
         step: the step at which the guard acted.
-        onset: the first bad step that the trainer's detector saw, or None.
+        onset: the first bad step, as the trainer's detector or the request's time has it, or None.
         checkpoint: name of the backup or emergency checkpoint that was made, or None.
         resumed_from: name of the checkpoint rolled back to, or None.
         resumed_step: the step of that checkpoint, or None.

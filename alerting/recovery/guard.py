@@ -40,7 +40,8 @@ class TrainingGuard:
         scaler: gradient scaler, if there is one.
         loader: gives the batches, epoch after epoch; None gives None as each batch.
         state: other objects to save, by name, each with `state_dict` and `load_state_dict`.
-        exporter: the detector of bad steps. Without one every request to recover is honoured.
+        exporter: the detector of bad steps. Without one every request to recover is honoured, and
+            when the bad steps began is told by the request's time alone.
         run: the run's name; the exporter's where there is one, else by default the folder's.
         save_every_steps: a checkpoint is due after so many steps,
         save_every_seconds: or after so many seconds, whichever comes first.
@@ -52,6 +53,8 @@ class TrainingGuard:
         recover_by: "rollback" in the process, or "restart": end with exit code
             `alerting.exit_codes.RESTART`, for the next process to go back. For trainers whose
             process can't go on, such as one that holds state which nothing brings back.
+        detection_lag_seconds: without an exporter, the first bad step is taken to be one that ended
+            so long before a recovery was asked for.
 
     Raises:
         ConfigError: a setting makes no sense, or `run` is not the exporter's.
@@ -86,6 +89,8 @@ class TrainingGuard:
         check_every: int = 1,
         # In the same process a rollback is over before a new one has imported torch.
         recover_by: RecoverBy = "rollback",
+        # Two scrapes of 15 s, one of them failed, an evaluation of 15 s and a group's 10 s: 55 s.
+        detection_lag_seconds: float = 60,
     ) -> None:
         settings = Settings(
             save_every_steps=save_every_steps,
@@ -96,6 +101,7 @@ class TrainingGuard:
             max_rollbacks=max_rollbacks,
             check_every=check_every,
             recover_by=recover_by,
+            detection_lag_seconds=detection_lag_seconds,
         )
         folder = Path(run_folder)
         name = run_name(run, exporter, folder)

@@ -30,7 +30,8 @@ class Recovery:
     Attributes:
         request_id: the request to answer when it is.
         step: the step at which it began.
-        onset: the first bad step that the detector saw, or None without a detector.
+        onset: the first bad step: what the detector saw, else what the request's time leads to, or
+            None where that is not known either.
         generation: of the run when it began.
         paid: whether the budget has paid for it; not where it halted the run instead.
         target: name of the checkpoint chosen, or None so far.

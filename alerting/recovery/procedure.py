@@ -17,6 +17,7 @@ from alerting.recovery.mailbox import Mailbox
 from alerting.recovery.ranks import Ranks
 from alerting.recovery.rollback import Rollback
 from alerting.recovery.saver import Saver
+from alerting.recovery.step_times import StepTimes
 
 log = logging.getLogger(__name__)
 
@@ -47,10 +48,14 @@ class RecoveryProcedure:
         ledger: LedgerFile,
         detector: Detector,
         ranks: Ranks,
+        step_times: StepTimes,
         watched: bool,
         restart: bool,
+        detection_lag_seconds: float,
     ) -> None:
         self._restart = restart
+        self._step_times = step_times
+        self._lag = detection_lag_seconds
         self._ranks = ranks
         self._store = store
         self._saver = saver
@@ -101,6 +106,8 @@ class RecoveryProcedure:
                 step=step,
             )
             return None
+        if onset is None:
+            onset = self._step_times.onset(request.created_at, self._lag)
         log.warning("step %d: recovery begins; the first bad step was %s", step, onset)
         recovery = self._intent(request, step, onset)
         self._mailbox.tell("recovering", step)
@@ -173,6 +180,7 @@ class RecoveryProcedure:
     def _set_out_from(self, checkpoint: Checkpoint) -> int:
         self._saver.descent = tuple(c.name for c in self._rollback.descent(checkpoint))
         generation = self._ledger.update(phase="running").generation
+        self._step_times.stand_at(generation, checkpoint.step)
         log.info(
             "step %d: going on from checkpoint %s in generation %d",
             checkpoint.step,

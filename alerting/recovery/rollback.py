@@ -157,5 +157,5 @@ class Rollback:
 
 
 def _onset(recovery: Recovery) -> int:
-    # Without a detector nothing is known but when somebody asked.
+    # Without a detector, in a run that is younger than an alert: all that is known is who asked.
     return recovery.step if recovery.onset is None else recovery.onset

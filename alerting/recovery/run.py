@@ -32,6 +32,8 @@ from alerting.recovery.saver import Saver
 from alerting.recovery.schedule import Schedule
 from alerting.recovery.settings import Settings
 from alerting.recovery.signals import Signals
+from alerting.recovery.step_times import FILE as STEPS_FILE
+from alerting.recovery.step_times import StepTimes
 from alerting.recovery.training_state import TrainingState
 
 log = logging.getLogger(__name__)
@@ -70,6 +72,7 @@ class GuardedRun:
         )
         self._control = ControlDirectory(folder / "control")
         self._heartbeat = HeartbeatFile(self._control.path)
+        self._step_times = StepTimes(folder / STEPS_FILE)
         self._ledger = LedgerFile(folder / "guard.json", name)
         self._mailbox = Mailbox(self._control, self._ledger, settings.max_rollbacks)
         self._store = CheckpointStore(folder / "checkpoints")
@@ -97,8 +100,10 @@ class GuardedRun:
             ledger=self._ledger,
             detector=detector,
             ranks=ranks,
+            step_times=self._step_times,
             watched=watched,
             restart=settings.recover_by == "restart",
+            detection_lag_seconds=settings.detection_lag_seconds,
         )
         self._confirmations = Confirmations(
             store=self._store,
@@ -194,6 +199,7 @@ class GuardedRun:
         # Only now: a run that guard.json tells of is never begun anew.
         self._ledger.update(phase="running")
         self._schedule.restart(0)
+        self._step_times.stand_at(0, 0)
         self._show()
         self._mailbox.tell("running", 0)
 
@@ -222,6 +228,7 @@ class GuardedRun:
             self._detector.step(step)
             if self._ranks.rank == 0:
                 self._heartbeat.beat(self._ledger.now.generation, step)
+                self._step_times.note(step)
                 if self._confirmations.check(step):
                     # The budget may be whole again.
                     self._mailbox.tell("running", step)

@@ -28,6 +28,7 @@ class Settings:
     max_rollbacks: int
     check_every: int
     recover_by: RecoverBy
+    detection_lag_seconds: float
 
     def __post_init__(self) -> None:
         require_whole("save_every_steps", self.save_every_steps, 1)
@@ -37,6 +38,7 @@ class Settings:
         require_whole("confirm_after_steps", self.confirm_after_steps, 1)
         require_whole("max_rollbacks", self.max_rollbacks, 0)
         require_whole("check_every", self.check_every, 1)
+        require_seconds("detection_lag_seconds", self.detection_lag_seconds)
         if self.recover_by not in get_args(RecoverBy):
             choices = " or ".join(map(repr, get_args(RecoverBy)))
             raise ConfigError(f"recover_by is {self.recover_by!r}, must be {choices}")

@@ -183,9 +183,15 @@ class Trainer:
                 break
         return self.records
 
-    def ask(self, action: Action, generation: int = 0, run: str = "toy") -> str:
+    def ask(
+        self,
+        action: Action,
+        generation: int = 0,
+        run: str = "toy",
+        created_at: float | None = None,
+    ) -> str:
         """Open a request, as the receiver does."""
-        return open_request(self.folder, action, generation, run)
+        return open_request(self.folder, action, generation, run, created_at)
 
     def break_model(self) -> None:
         """The fault: a weight a hundredfold, which the detector sees in this step."""
@@ -202,15 +208,21 @@ class Trainer:
         return read_json(self.folder / "checkpoints" / name / "health.json")["health"]
 
 
-def open_request(folder: Path, action: Action, generation: int = 0, run: str = "toy") -> str:
-    """Ask the guard of the run folder, as the receiver does."""
+def open_request(
+    folder: Path,
+    action: Action,
+    generation: int = 0,
+    run: str = "toy",
+    created_at: float | None = None,
+) -> str:
+    """Ask the guard of the run folder, as the receiver does: now, or at another time."""
     request = Request(
         id=new_request_id(),
         run=run,
         generation=generation,
         action=action,
         alert="Test",
-        created_at=0.0,
+        created_at=time.time() if created_at is None else created_at,
     )
     assert ControlDirectory(folder / "control").claim(request)
     return request.id
