@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from alerting.exceptions import CheckpointError, RecoveryHaltedError
-from alerting.recovery.checkpoints import CheckpointStore
+from alerting.recovery.checkpoints import CheckpointStore, difference
 from alerting.recovery.health import verdict
 from alerting.recovery.ledger import LedgerFile, Recovery
 from alerting.recovery.lineage import Checkpoint, before_onset, choose, line, too_late
@@ -58,9 +58,15 @@ class Rollback:
             CheckpointError: it is whole, yet does not load. The code has changed, not the
                 checkpoint, so going further back would not help and could lose good steps.
         """
-        checkpoint = self._ranks.lead(self._newest_healthy)
-        self._load(checkpoint)
-        return checkpoint
+        own, candidates = self._ranks.lead(self._healthy)
+        for checkpoint in candidates:
+            if self._is_whole(checkpoint):
+                self._load(checkpoint)
+                return checkpoint
+        raise RecoveryHaltedError(
+            f"none of the {own} checkpoints that this run descends from is healthy and whole; "
+            f"look at {self._store.path}"
+        )
 
     def mark_suspects(self, recovery: Recovery) -> None:
         """Record on disk which checkpoints were saved too late to be trusted."""
@@ -87,9 +93,10 @@ class Rollback:
             CheckpointError: see `starting`.
         """
         for way in self._ranks.lead(lambda: self._ways_back(recovery)):
-            if not self._ranks.lead(partial(self._settle_on, way, recovery)):
-                continue
             checkpoint = way[0]
+            if not self._is_whole(checkpoint):
+                continue
+            self._ranks.lead(partial(self._settle_on, way, recovery))
             try:
                 self._load(checkpoint)
             except CheckpointError as error:
@@ -104,15 +111,10 @@ class Rollback:
             f"there is no healthy checkpoint from before step {_onset(recovery)} to roll back to"
         )
 
-    def _newest_healthy(self) -> Checkpoint:
+    def _healthy(self) -> tuple[int, tuple[Checkpoint, ...]]:
+        """How many the run descends from, and those to try, the newest first."""
         own = self.line()
-        for checkpoint in choose(own, line=own).candidates:
-            if self._store.verify(checkpoint):
-                return checkpoint
-        raise RecoveryHaltedError(
-            f"none of the {len(own)} checkpoints that this run descends from is healthy and whole; "
-            f"look at {self._store.path}"
-        )
+        return len(own), choose(own, line=own).candidates
 
     def target(self, recovery: Recovery) -> Checkpoint | None:
         """What `go_back` would load now if its files are whole; changes nothing.
@@ -127,20 +129,28 @@ class Rollback:
         own = self.line()
         return [own[own.index(c) :] for c in self._candidates(own, recovery)]
 
-    def _settle_on(self, way: Sequence[Checkpoint], recovery: Recovery) -> bool:
-        """Go back to the first of `way` if it is whole: on disk before training goes on.
+    def _settle_on(self, way: Sequence[Checkpoint], recovery: Recovery) -> None:
+        """Go back to the first of `way`: on disk before training goes on.
 
         From here a crash resumes on the new line.
         """
-        if not self._store.verify(way[0]):
-            return False
         self._ledger.update(
             generation=recovery.generation + 1,
             base=tuple(c.name for c in way),
             last_onset=_onset(recovery),
             recovery=dataclasses.replace(recovery, target=way[0].name),
         )
-        return True
+
+    def _is_whole(self, checkpoint: Checkpoint) -> bool:
+        """Compare its files with the manifest, each rank a share of them; if not, it is corrupt."""
+        ranks = self._ranks
+        with ranks.united():
+            mine = difference(checkpoint, first=ranks.rank, every=ranks.size)
+        problem = next((p for p in ranks.gather(mine) if p is not None), None)
+        if problem is not None:
+            corrupt = verdict("corrupt", problem)
+            ranks.lead(lambda: self._store.mark(checkpoint, corrupt))
+        return problem is None
 
     def _candidates(self, own: Sequence[Checkpoint], recovery: Recovery) -> Sequence[Checkpoint]:
         return choose(

@@ -449,7 +449,8 @@ CRASHES = [
     (Rollback, "mark_suspects"),
     (CheckpointStore, "mark"),
     (Rollback, "_candidates"),
-    (CheckpointStore, "verify"),
+    (Rollback, "_is_whole"),
+    (Rollback, "_settle_on"),
     (TrainingState, "restore"),
     (Mailbox, "answer"),
 ]
