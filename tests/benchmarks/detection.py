@@ -41,9 +41,7 @@ the trainer exports, `--recordings build/bench/recordings` judges them anew.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
-import platform
 import shutil
 import subprocess
 import tempfile
@@ -51,21 +49,19 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-import act_exporter
 from deploy.demo.servers import REPOSITORY, _end_with_parent, binary
 from tests.benchmarks.faults import FAULTS, Fault
 from tests.benchmarks.recordings import HEALTHY, load, record_faults, record_healthy
 from tests.benchmarks.replay import Rule, Verdicts, merged, read_rules, replay
+from tests.benchmarks.report import parser_of, setting, write
 from tests.benchmarks.scores import evaluate
 
 PACES = (1.0, 15.0)
@@ -211,15 +207,10 @@ def _prometheus_version() -> str:
 
 def main() -> None:
     """Record, replay, write the file."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    bench = REPOSITORY / "build" / "bench"
-    parser.add_argument("--quick", action="store_true", help="two healthy runs, one fault a kind")
+    parser = parser_of(__doc__, "detection.json", "two healthy runs, one fault a kind")
     parser.add_argument("--only", metavar="KIND", help="only kinds with this in their name")
     parser.add_argument("--steps", type=int, default=STEPS, help="of healthy runs (%(default)s)")
     parser.add_argument("--workers", type=int, default=2, help="processes (%(default)s)")
-    parser.add_argument("--out", type=Path, default=bench / "detection.json")
     parser.add_argument(
         "--recordings",
         type=Path,
@@ -228,7 +219,7 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     started = time.monotonic()
-    folder = (arguments.recordings or bench / "recordings").resolve()
+    folder = (arguments.recordings or REPOSITORY / "build" / "bench" / "recordings").resolve()
     if arguments.recordings is None:
         record(arguments, folder)
     recordings = [load(path) for path in sorted(folder.glob("*.pickle.gz"))]
@@ -239,25 +230,16 @@ def main() -> None:
     with console.status(f"replaying {len(recordings)} runs through Prometheus"):
         verdicts = replay_all(folder, arguments.workers, rules)
     result = {
-        "at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "seconds": round(time.monotonic() - started),
-        "machine": {
-            "processor": platform.machine(),
-            "threads": arguments.workers,
-            "system": platform.system(),
-        },
-        "versions": {
-            "act_exporter": act_exporter.__version__,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "prometheus": _prometheus_version(),
-        },
+        **setting(
+            ("act-exporter", "torch"),
+            threads=arguments.workers,
+            prometheus=_prometheus_version(),
+            seconds=round(time.monotonic() - started),
+        ),
         **evaluate(recordings, verdicts),
     }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(_finite(result), indent=1, allow_nan=False) + "\n")
     show(result, console)
-    console.print(f"written to {arguments.out}")
+    write(_finite(result), arguments.out)
 
 
 if __name__ == "__main__":

@@ -15,28 +15,23 @@ build/bench/probe.json:
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.progress import track
 from torch.nn import functional as F
 
-import act_exporter
 from act_exporter import start_exporter
 from act_exporter.history import Thresholds
 from act_exporter.layers import find_taps
 from act_exporter.statistics import add_on_cpu, empty_rows
-from deploy.demo.servers import REPOSITORY
 from deploy.demo.train import BYTES, GPT
+from tests.benchmarks.report import parser_of, setting, write
 
 SHAPES = ((4, 512, 768), (8, 512, 1024))
 DTYPES = (torch.float32, torch.bfloat16)
@@ -201,26 +196,12 @@ def measure_steps(shape: dict[str, int], compiled: bool, rounds: int) -> dict[st
 
 def main() -> None:
     """Measure and write the file."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="few rounds, the smaller model only")
-    parser.add_argument("--out", type=Path, default=REPOSITORY / "build" / "bench" / "probe.json")
+    parser = parser_of(__doc__, "probe.json", "few rounds, the smaller model only")
     arguments = parser.parse_args()
     tensor_rounds, step_rounds = (5, 10) if arguments.quick else (31, 40)
     models = MODELS[1:] if arguments.quick else MODELS
     result = {
-        "at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": {
-            "processor": platform.machine(),
-            "threads": torch.get_num_threads(),
-            "system": platform.system(),
-        },
-        "versions": {
-            "act_exporter": act_exporter.__version__,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-        },
+        **setting(("act-exporter", "torch"), threads=torch.get_num_threads()),
         "tensors": measure_tensors(tensor_rounds),
         "steps": [
             measure_steps(shape, compiled, step_rounds)
@@ -230,10 +211,8 @@ def main() -> None:
             )
         ],
     }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
-    print(f"written to {arguments.out}")
+    write(result, arguments.out)
 
 
 if __name__ == "__main__":

@@ -21,12 +21,9 @@ otherwise nothing is written and the exit code is 1.
 
 from __future__ import annotations
 
-import argparse
-import importlib.metadata
 import itertools
 import json
 import os
-import platform
 import socket
 import sqlite3
 import statistics
@@ -37,17 +34,17 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from rich.progress import Progress, track
 
-from deploy.demo.servers import REPOSITORY, wait_for
+from deploy.demo.servers import wait_for
 from tests.alerting.deliveries import alert, register, text
 from tests.alerting.test_control import answer_to
 from tests.alerting.test_receiver import TOKEN, Receiver, receiving
+from tests.benchmarks.report import parser_of, setting, write
 
 CONNECTIONS = 16
 """More than an Alertmanager opens to one receiver; commits are shared between them."""
@@ -239,19 +236,12 @@ def run(quick: bool, folder: Path) -> dict[str, Any]:
         )
 
     return {
-        "at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": {
-            "processor": platform.machine(),
-            "cores": len(os.sched_getaffinity(0)),
-            "system": platform.system(),
-            "load_average": round(load, 2),
-            "fsync_ms": round(measure_fsync(folder) * 1e3, 2),
-        },
-        "versions": {
-            "python": platform.python_version(),
-            "sqlite": sqlite3.sqlite_version,
-            **{name: importlib.metadata.version(name) for name in VERSIONS},
-        },
+        **setting(
+            VERSIONS,
+            load_average=round(load, 2),
+            fsync_ms=round(measure_fsync(folder) * 1e3, 2),
+            sqlite=sqlite3.sqlite_version,
+        ),
         "accepted_per_second": round(statistics.median(rates)),
         "connections": CONNECTIONS,
         "rounds": [round(rate) for rate in rates],
@@ -273,20 +263,13 @@ VERSIONS = ("act-exporter", "fastapi", "pydantic", "starlette", "uvicorn")
 
 def main() -> None:
     """Measure and write the file."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="a few of each; no figure to quote")
-    parser.add_argument(
-        "--out", type=Path, default=REPOSITORY / "build" / "bench" / "receiver.json"
-    )
+    parser = parser_of(__doc__, "receiver.json", "a few of each")
     arguments = parser.parse_args()
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=arguments.out.parent, prefix="receiver-") as folder:
         result = run(arguments.quick, Path(folder))
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
-    print(f"written to {arguments.out}")
+    write(result, arguments.out)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -31,7 +30,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +41,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from alerting.exit_codes import RESTART
 from alerting.recovery import TrainingGuard
-from alerting.recovery.versions import versions
 from deploy.demo.servers import REPOSITORY, free_port
 from tests.alerting.recovery.trainer import FakeDetector, open_request
+from tests.benchmarks.report import parser_of, setting, write
 
 RANKS = (2, 4)
 EVERY = (1, 10)
@@ -254,14 +252,7 @@ def run(quick: bool, parent: Path) -> dict[str, Any]:
             "restart_over_rollback": round(medians["restart"] / medians["rollback"], 1),
         }
     return {
-        "at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": {
-            "processor": platform.machine(),
-            "cores": len(os.sched_getaffinity(0)),
-            "system": platform.system(),
-            "load_average": round(load, 2),
-        },
-        "versions": versions(),
+        **setting(("act-exporter", "torch"), load_average=round(load, 2)),
         **saves,
         "agreement": agreement,
         "rollback": rollback,
@@ -270,13 +261,7 @@ def run(quick: bool, parent: Path) -> dict[str, Any]:
 
 def main() -> None:
     """Measure and write the file, or be one of the measured processes."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="a few of each; no figure to quote")
-    parser.add_argument(
-        "--out", type=Path, default=REPOSITORY / "build" / "bench" / "recovery.json"
-    )
+    parser = parser_of(__doc__, "recovery.json", "a few of each")
     for hidden, kind in (("--child", str), ("--folder", Path), ("--by", str)):
         parser.add_argument(hidden, type=kind, help=argparse.SUPPRESS)
     for hidden in ("--every", "--steps"):
@@ -292,9 +277,8 @@ def main() -> None:
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=arguments.out.parent, prefix="recovery-") as folder:
         result = run(arguments.quick, Path(folder))
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
-    print(f"written to {arguments.out}")
+    write(result, arguments.out)
 
 
 if __name__ == "__main__":
