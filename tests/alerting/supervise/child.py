@@ -50,6 +50,9 @@ def meet(fault: str, folder: Path, trainer: Trainer) -> None:
     if fault == "ready":
         (folder / "ready").write_text(str(os.getpid()))
         sleep_for_ever()
+    if fault == "slow":
+        (folder / "ready").write_text(str(os.getpid()))
+        time.sleep(5)
 
 
 def catch_usr1(folder: Path) -> None:

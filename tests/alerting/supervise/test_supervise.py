@@ -39,7 +39,7 @@ class Run:
     ) -> Iterator[subprocess.Popen[bytes]]:
         trainer = (*(launcher or (sys.executable,)), "-m", CHILD)
         command = [
-            COMMAND, "supervise", "--run-folder", self.folder, "--stall-seconds", "2",
+            COMMAND, "supervise", "--run-folder", self.folder, "--stall-seconds", "5",
             "--grace-seconds", "1", *options, "--",
             *trainer, self.folder, self.steps, fault, when,
         ]  # fmt: skip
@@ -208,10 +208,14 @@ class TestSignals:
     @pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["plain", "torchrun"])
     def test_the_trainer_does_not_outlive_a_killed_supervisor(self, run, launcher) -> None:
         patient = ("--stall-seconds", "0", "--start-seconds", "0")
-        with run.started("ready", "1", *patient, launcher=launcher) as process:
+        with run.started("slow", "1+", *patient, launcher=launcher) as process:
             trainer = run.ready()
             process.kill()
             until(lambda: not lives(trainer))
+        # It was told to end, and has saved.
+        assert (
+            json.loads((run.folder / "control" / "status.json").read_text())["state"] == "stopped"
+        )
 
 
 class TestWithoutARunFolder:
