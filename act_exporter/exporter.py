@@ -287,7 +287,8 @@ class Exporter:
         """Make a layer's output too large on purpose, to try alarm and rollback.
 
         For a copy of a run: what is trained meanwhile is spoilt. The output, of a tuple its first
-        tensor, is multiplied in training mode, and gradients flow through it. It happens once: a
+        tensor, is multiplied in training mode, and gradients flow through it; where torch's pytree
+        finds no tensor of floats in it, nothing is changed and the log says so. It happens once: a
         rollback ends it for good, and a process that goes on from a later step, or in a generation
         after the first, does not begin it. The log and `act_injected_fault` say so meanwhile. A
         compiled model is compiled again after this call and after the end. In each rank that
