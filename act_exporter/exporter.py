@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import logging
 import math
 import time
@@ -98,8 +99,10 @@ class Exporter:
         if reduce not in get_args(Reduce):
             raise SettingError(f"reduce={reduce!r} is neither 'rank' nor 'global'")
         taps = find_taps(model, watch)
-        self._ranks = Ranks(taps, self._count_error) if reduce == "global" else None
-        if self._ranks is not None:
+        self._ranks: Ranks | None = None
+        if reduce == "global":
+            recorded = list(inspect.signature(self.record).parameters)
+            self._ranks = Ranks(taps, recorded, self._count_error)
             max_overhead = None  # each rank's own clock would have it sample steps of its own
         self.run = run
         self.port: int | None = None
