@@ -147,9 +147,10 @@ def test_followed_to_the_end(desk: Desk) -> None:
             assert part.replace("700", str(fault)) in log
         assert "encoder.layers.1.linear2 output" in told[0]
         seen = desk.run(after)
-        for alert in ("ActLayerAboveBaseline", "ActRunaway"):
-            assert f'alertname="{alert}"' in seen
-            assert f'alertname="{alert}"' in printed(after)
+        assert 'alertname="ActLayerAboveBaseline"' in seen
+        # That one is over soon after the rollback, perhaps before this look.
+        asked = 'max_over_time(ALERTS{run="toy-copy",alertname="ActRunaway"}[5m])'
+        assert desk.stack.value(asked) == 1
         assert desk.generation("toy-copy") == 1
         assert "emergency\tsuspect" in seen
         assert trainer.returncode() is None
