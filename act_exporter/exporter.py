@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import logging
 import math
 import time
@@ -98,8 +99,10 @@ class Exporter:
         if reduce not in get_args(Reduce):
             raise SettingError(f"reduce={reduce!r} is neither 'rank' nor 'global'")
         taps = find_taps(model, watch)
-        self._ranks = Ranks(taps, self._count_error) if reduce == "global" else None
-        if self._ranks is not None:
+        self._ranks: Ranks | None = None
+        if reduce == "global":
+            recorded = list(inspect.signature(self.record).parameters)
+            self._ranks = Ranks(taps, recorded, self._count_error)
             max_overhead = None  # each rank's own clock would have it sample steps of its own
         self.run = run
         self.port: int | None = None
@@ -287,7 +290,8 @@ class Exporter:
         """Make a layer's output too large on purpose, to try alarm and rollback.
 
         For a copy of a run: what is trained meanwhile is spoilt. The output, of a tuple its first
-        tensor, is multiplied in training mode, and gradients flow through it. It happens once: a
+        tensor, is multiplied in training mode, and gradients flow through it; where torch's pytree
+        finds no tensor of floats in it, nothing is changed and the log says so. It happens once: a
         rollback ends it for good, and a process that goes on from a later step, or in a generation
         after the first, does not begin it. The log and `act_injected_fault` say so meanwhile. A
         compiled model is compiled again after this call and after the end. In each rank that

@@ -33,9 +33,15 @@ class _Fault:
     factor: float
     step: int
     steps: int | None
-    multiplier: torch.Tensor
+    hook: _FaultHook
     handle: RemovableHandle
-    begun: int | None = None  # the step that it came into force at
+    begun: int | None = None  # the first step that has it
+    told: bool = False  # whether the log says that it was injected
+
+    @property
+    def in_force(self) -> bool:
+        """Whether the layer has run with it, or will: it is known to return a tensor."""
+        return self.begun is not None and self.hook.found is True
 
 
 class Faults:
@@ -51,11 +57,14 @@ class Faults:
 
     @property
     def factors(self) -> dict[str, float]:
-        """Layer to the factor that its output has now, 1 while the fault waits; empty without."""
+        """Layer to the factor that its output has now, 1 while the fault waits; empty without.
+
+        It waits too until the layer has run once since it was asked for.
+        """
         fault = self._fault
         if fault is None:
             return {}
-        return {fault.layer: fault.factor if fault.begun is not None else 1.0}
+        return {fault.layer: fault.factor if fault.in_force else 1.0}
 
     def arm(
         self, layer: str, factor: float, step: int, steps: int | None, *, finished: int
@@ -80,10 +89,11 @@ class Faults:
             # only the value counts, and the output keeps its own format.
             multiplier = torch.ones((), dtype=torch.float32, device=home)
         # Before the hook that watches the same output, which must see it.
-        handle = module.register_forward_hook(_FaultHook(multiplier), prepend=True)
+        hook = _FaultHook(multiplier)
+        handle = module.register_forward_hook(hook, prepend=True)
         # A graph that was compiled without the hook would go on without it.
         torch.compiler.reset()
-        self._fault = _Fault(layer, float(factor), step, steps, multiplier, handle)
+        self._fault = _Fault(layer, float(factor), step, steps, hook, handle)
         log.warning(
             "a fault is armed: the output of %s times %g from step %d on, %s",
             layer,
@@ -96,18 +106,30 @@ class Faults:
     def begin(self, step: int) -> None:
         """Step `step` is under way."""
         fault = self._fault
-        if fault is None or step < fault.step:
+        if fault is None:
+            return
+        if fault.hook.found is False:
+            self._remove(fault)
+            log.error(
+                "the fault of %s has not been injected: in the last output torch's pytree found no"
+                " tensor of floats",
+                fault.layer,
+            )
+            return
+        if step < fault.step:
             return
         if fault.begun is None:
-            fault.multiplier.fill_(fault.factor)
+            fault.hook.multiplier.fill_(fault.factor)
             fault.begun = step
+        if fault.in_force and not fault.told:
+            fault.told = True
             log.warning(
                 "injected fault: the output of %s times %g from step %d on",
                 fault.layer,
                 fault.factor,
-                step,
+                fault.begun,
             )
-        elif fault.steps is not None and step >= fault.begun + fault.steps:
+        if fault.steps is not None and step >= fault.begun + fault.steps:
             self.end(f"step {step} begins")
 
     def resume(self, finished: int) -> None:
@@ -118,17 +140,21 @@ class Faults:
 
     def end(self, reason: str) -> None:
         """Leave nothing of it in the model; without one do nothing."""
-        fault, self._fault = self._fault, None
+        fault = self._fault
         if fault is None:
             return
-        fault.multiplier.fill_(1.0)
-        fault.handle.remove()
+        self._remove(fault)
         log.warning(
             "the fault of %s has %s: %s",
             fault.layer,
-            "ended" if fault.begun is not None else "not been injected",
+            "ended" if fault.in_force else "not been injected",
             reason,
         )
+
+    def _remove(self, fault: _Fault) -> None:
+        self._fault = None
+        fault.hook.multiplier.fill_(1.0)
+        fault.handle.remove()
 
     def _module(self, layer: str) -> nn.Module:
         module = self._modules.get(layer)
@@ -146,10 +172,17 @@ class Faults:
 
 
 class _FaultHook:
-    """A forward hook; a class, not a closure, so that a hooked model can be copied and pickled."""
+    """A forward hook; a class, not a closure, so that a hooked model can be copied and pickled.
+
+    Attributes:
+        multiplier: of one element.
+        found: whether the last output had a tensor to multiply; None before the first in training.
+            Never read in a forward, so that no graph depends on it.
+    """
 
     def __init__(self, multiplier: torch.Tensor) -> None:
         self.multiplier = multiplier
+        self.found: bool | None = None
 
     def __reduce__(self) -> tuple[type[Unwatched], tuple[()]]:
         return Unwatched, ()
@@ -163,5 +196,7 @@ class _FaultHook:
             if isinstance(part, torch.Tensor) and part.is_floating_point():
                 # A copy: backward needs the value of this step, when the next may have begun.
                 parts[index] = part * self.multiplier.to(part.device, copy=True)
+                self.found = True
                 return tree_unflatten(parts, structure)
+        self.found = False
         return output

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import sys
 import weakref
 from collections.abc import Mapping
 from dataclasses import is_dataclass
@@ -31,6 +32,9 @@ class Observer(Protocol):
 
     def begin(self) -> None:
         """A forward of the root in training begins."""
+
+    def end(self, *, failed: bool) -> None:
+        """The forward of the root is over; `failed` where an error came out of it."""
 
     def observe(self, x: torch.Tensor, row: torch.Tensor, index: int) -> None:
         """The tap number `index` saw `x`; its row is to be added to."""
@@ -65,6 +69,7 @@ def _define_operators() -> Any:
     library = make("act_exporter", "DEF")
     for schema, run in (
         ("begin(Tensor(a!) flag, Tensor key, bool training) -> ()", _begin),
+        ("end(Tensor(a!) flag, Tensor key, bool returned) -> ()", _end),
         ("observe(Tensor x, Tensor(a!) row, Tensor key, Tensor training) -> ()", _observe),
         # Writes to the flag in name only: an operator without an effect is optimised away.
         ("failed(Tensor(a!) flag, Tensor key, str what) -> ()", _failed_in_trace),
@@ -124,10 +129,30 @@ def _begin(flag: torch.Tensor, key: torch.Tensor, training: bool) -> None:
         # knows.
         if _in_backward():
             return
+        before = bool(flag.numpy())
         flag.fill_(training)
         observer = _OBSERVERS.get(int(key[0]))
-        if training and observer is not None:
+        if observer is None:
+            return
+        if training:
             observer.begin()
+        elif before:  # an evaluation inside of one in training, whose end is not seen any more
+            observer.end(failed=False)
+    except Exception as error:
+        _tell(key, error)
+
+
+def _end(flag: torch.Tensor, key: torch.Tensor, returned: bool) -> None:
+    try:
+        if _in_backward():
+            return
+        training = bool(flag.numpy())
+        # A part that is called by itself, to sample or to evaluate, is no training forward.
+        flag.fill_(False)
+        observer = _OBSERVERS.get(int(key[0]))
+        if training and observer is not None:
+            # A model may return None, and be called again while an error is handled; not both.
+            observer.end(failed=not returned and sys.exception() is not None)
     except Exception as error:
         _tell(key, error)
 
@@ -247,5 +272,4 @@ class EndHook(_Hook):
     """A forward hook on the root, called whatever happens in it: no forward is under way."""
 
     def run(self, module: nn.Module, *values: Any) -> None:
-        # A part that is called by itself, to sample or to evaluate, is no training forward.
-        torch.ops.act_exporter.begin(self.training, self.key, False)
+        torch.ops.act_exporter.end(self.training, self.key, values[-1] is not None)

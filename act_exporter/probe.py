@@ -151,6 +151,9 @@ class Probe:
         self._on_stuck = on_stuck
         self._on_error = on_error
         self._matrices: dict[torch.device, torch.Tensor] = {}
+        # As they were when the forward began that is not over or failed.
+        self._before: dict[torch.device, torch.Tensor] | None = None
+        self._failed = False  # whether that one is known to have failed
         self._recorded: dict[str, torch.Tensor] = {}
         self._copies: deque[_Copy] = deque()
         self._number = add_observer(self)
@@ -205,6 +208,9 @@ class Probe:
 
         Whatever happens there is a sample for the step, if a lost one: ranks count on it.
         """
+        if self._failed:
+            self._drop_failed()
+        self._before = None  # one that makes the step itself is still under way, and counts
         copy = _Copy(step, time.time(), self._depth.copy(), self._largest.copy())
         pending = sum(not waiting.lost for waiting in self._copies)
         self._copies.append(copy)
@@ -247,6 +253,7 @@ class Probe:
             copy.lost = True
         self._recorded = {}
         self.forwards = 0
+        self._before = None
         self._clear()
 
     def close(self) -> None:
@@ -262,6 +269,7 @@ class Probe:
         if capturing():
             self._captured = True
             return
+        self._drop_failed()
         usual = self._usual_forwards
         limit = max(_STUCK_FACTOR * usual, _STUCK_FORWARDS) if usual else _STUCK_AT_FIRST
         if self.forwards >= limit:
@@ -269,6 +277,33 @@ class Probe:
             self.forwards -= max(usual, 1)
             self._on_stuck()
         self.forwards += 1
+        if self.sampling:
+            self._before = {device: matrix.clone() for device, matrix in self._matrices.items()}
+
+    def end(self, *, failed: bool) -> None:
+        """A forward of the root is over."""
+        if self.paused:
+            return
+        self._failed = failed
+        if not failed:
+            self._before = None
+
+    def _drop_failed(self) -> None:
+        """Undo what a forward wrote that has not reached its end: out of memory, and tried again.
+
+        One that a compiler made a graph of says nothing when it fails, so the next one asks.
+        """
+        if self._before is None:
+            return
+        for device, matrix in self._matrices.items():
+            before = self._before.get(device)
+            if before is None:
+                statistics.clear(matrix)
+            else:
+                matrix.copy_(before)
+        self._before = None
+        self._failed = False
+        self.forwards -= 1
 
     def observe(self, x: torch.Tensor, row: torch.Tensor, index: int) -> None:
         """The tap number `index` saw `x`."""

@@ -44,9 +44,6 @@ _TIMEOUT = timedelta(days=1)
 _CLOSE_SECONDS = 5.0
 _POLL_SECONDS = 0.01
 
-VALUES = ("loss", "grad_norm", "loss_scale")
-"""What is recorded by each rank; the mean counts."""
-
 # A tap's key is the bits of its absmax as a float32, which are in the order of such numbers, and
 # below them the rank, the first one largest: 53 bits, which float64 holds exactly.
 _RANKS = 2**21
@@ -78,6 +75,7 @@ class Ranks:
 
     Args:
         taps: what this rank watches, which must be what the others watch.
+        values: names of all that a sample's `values` may have; the mean of the ranks counts.
         on_error: told when joining ends for good.
 
     Attributes:
@@ -87,12 +85,18 @@ class Ranks:
         SettingError: there is no process group, or the ranks watch different tensors.
     """
 
-    def __init__(self, taps: Sequence[Tap], on_error: Callable[[str, Exception], None]) -> None:
+    def __init__(
+        self,
+        taps: Sequence[Tap],
+        values: Sequence[str],
+        on_error: Callable[[str, Exception], None],
+    ) -> None:
         if not (dist.is_available() and dist.is_initialized()):
             raise SettingError(
                 'reduce="global": call torch.distributed.init_process_group before start_exporter'
             )
         self.rank = dist.get_rank()
+        self._values = values
         self._on_error = on_error
         self._group: Any = dist.new_group(backend="gloo", timeout=_TIMEOUT)
         self._joining: deque[_Joining] = deque()
@@ -143,7 +147,7 @@ class Ranks:
         self._joining.clear()
 
     def _send(self, sample: Sample) -> None:
-        sums = torch.from_numpy(_sums(sample))
+        sums = torch.from_numpy(_sums(sample, self._values))
         maxima = torch.from_numpy(_maxima(sample, self.rank))
         joining = _Joining(None if sample.lost else sample, sums, maxima, [])
         self._joining.append(joining)
@@ -165,7 +169,8 @@ class Ranks:
         try:
             for work in joining.works:
                 work.wait()  # is over: at once, but raises where a rank is gone
-            return _joined(sample, joining.sums.numpy(), joining.maxima.numpy())
+            numbers = joining.sums.numpy(), joining.maxima.numpy()
+            return _joined(sample, *numbers, self._values)
         except Exception as error:
             self._end(error)
             return sample
@@ -178,9 +183,9 @@ class Ranks:
         self._on_error("ranks", error)
 
 
-def _sums(sample: Sample) -> Array:
+def _sums(sample: Sample, names: Sequence[str]) -> Array:
     """What is added up over the ranks: (taps * sums + 2 * values,)."""
-    values = [sample.values.get(name) for name in VALUES]
+    values = [sample.values.get(name) for name in names]
     known = [value is not None for value in values]
     numbers = [0.0 if value is None else value for value in values]
     return np.concatenate([sample.rows[:, SUMS].ravel(), numbers, known])
@@ -208,8 +213,8 @@ def _maxima(sample: Sample, rank: int) -> Array:
     )
 
 
-def _joined(sample: Sample, sums: Array, maxima: Array) -> Sample:
-    """`sample` with the numbers of all ranks.
+def _joined(sample: Sample, sums: Array, maxima: Array, names: Sequence[str]) -> Sample:
+    """`sample` with the numbers of all ranks, those of its values by these names.
 
     Raises:
         RuntimeError: they were at different steps.
@@ -219,14 +224,14 @@ def _joined(sample: Sample, sums: Array, maxima: Array) -> Sample:
         raise RuntimeError(f"ranks are at different steps, {first:.0f} to {last:.0f}")
     taps = len(sample.rows)
     rows = np.empty_like(sample.rows)
-    numbers, known = sums[-2 * len(VALUES) :].reshape(2, -1)
-    rows[:, SUMS] = sums[: -2 * len(VALUES)].reshape(taps, -1)
+    numbers, known = sums[-2 * len(names) :].reshape(2, -1)
+    rows[:, SUMS] = sums[: -2 * len(names)].reshape(taps, -1)
     low, high, norm, partition, key = maxima[:-2].reshape(5, taps)
     rows[:, Column.MIN], rows[:, Column.MAX] = -low, high
     rows[:, Column.ROW_NORM], rows[:, Column.LOG_PARTITION] = norm, partition
     values = {
         name: number / count
-        for name, number, count in zip(VALUES, numbers.tolist(), known.tolist(), strict=True)
+        for name, number, count in zip(names, numbers.tolist(), known.tolist(), strict=True)
         if count
     }
     return dataclasses.replace(

@@ -79,6 +79,7 @@ AT_START_OR_CLOSE = {
     "exporter.Exporter.serve",
     "exporter.Exporter._speaks",
     "faults.Faults.end",
+    "faults.Faults._remove",
     "collector.LayerPage._prefixes_of",  # and where there are more series than may be
     "collector._escaped",
     "collector._more_labels",
@@ -139,6 +140,7 @@ FOR_THE_GUARD = {
 BOUNDARIES = {
     "hooks._Hook.__call__",
     "hooks._begin",
+    "hooks._end",
     "hooks._observe",
     "hooks._tell",
     "gradients._Trigger.__call__",
@@ -168,6 +170,7 @@ ELSEWHERE = {
     "hooks._failed_in_trace",
     "hooks._skip",
     "hooks.Observer.begin",
+    "hooks.Observer.end",
     "hooks.Observer.failed",
     "hooks.Observer.observe",
     "gradients.Scaler.is_enabled",
@@ -191,6 +194,7 @@ ELSEWHERE = {
     "exporter.Exporter.inject_fault",  # raised to who asks for a fault, and what it puts in place
     "faults.Faults.arm",
     "faults.Faults._module",
+    "faults._Fault.in_force",
     "faults._FaultHook.__call__",
 }
 
@@ -261,8 +265,8 @@ def run(
 ) -> tuple[list[torch.Tensor], int | None]:
     """Train a small model through all that happens in a run; its weights, and errors counted.
 
-    A learning rate, micro-batches that no step follows, a spike of two steps beyond what float32
-    has squares of, a scrape a step.
+    A learning rate, a forward that fails, micro-batches that no step follows, a spike of two steps
+    beyond what float32 has squares of, a scrape a step.
     """
     model = gpt()
     torch.manual_seed(5)
@@ -273,6 +277,9 @@ def run(
     exporter = Exporter(model, run="test", rank=0, **options) if watched else None
     then()
     for step in range(9):
+        if step == 2:
+            with contextlib.suppress(IndexError):
+                model(torch.full((1, 8), 256))
         for _ in range(12 if step == 3 else 1):
             loss = forward(model)
         loss.backward()

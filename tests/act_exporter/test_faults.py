@@ -148,6 +148,22 @@ class TestWhere:
         assert absmax(exporter) / usual < FACTOR / 5
         assert sum(exporter._errors.values()) == 0
 
+    def test_a_layer_without_a_hook_may_have_been_compiled(
+        self, model: nn.Module, exporter: Exporter
+    ) -> None:
+        """A graph does not look for hooks that were not there when it was compiled."""
+        torch._dynamo.reset()
+        layer = "blocks.1.attn"
+        assert not model.get_submodule(layer)._forward_hooks  # its input is watched
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        train(compiled, 1)
+        usual = absmax(exporter, "blocks.1")
+        exporter.inject_fault(layer, 1e6, 2, steps=1)
+        train(compiled, 1)
+        assert absmax(exporter, "blocks.1") / usual > FACTOR
+        train(compiled, 1)
+        assert absmax(exporter, "blocks.1") / usual < FACTOR / 5
+
     def test_the_output_keeps_its_format_under_autocast(
         self, model: nn.Module, exporter: Exporter
     ) -> None:
@@ -237,6 +253,31 @@ class TestSaidAloud:
             f"the fault of {LAYER} has ended: step 3 begins",
         ]
 
+    @pytest.mark.parametrize("step", [1, 2], ids=["at once", "later"])
+    @pytest.mark.parametrize("compiled", [False, True])
+    def test_that_an_output_has_nothing_to_multiply(
+        self, compiled: bool, step: int, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """A class that torch's pytree does not know is one leaf, and no tensor."""
+        torch._dynamo.reset()
+        model = Wrapping()
+        forward = torch.compile(model, backend="aot_eager") if compiled else model
+        with start_exporter(model, 0, run="test", watch="all") as exporter:
+            exporter.inject_fault("inner", FACTOR, step)
+            for number in (1, 2):
+                forward(torch.randn(2, 4))
+                assert value(exporter, "act_injected_fault", layer="inner") in (1, None)
+                exporter.step(number)
+            assert value(exporter, "act_injected_fault") is None
+        told = [r for r in caplog.records if r.name == "act_exporter.faults"]
+        assert [(r.levelname, r.getMessage()) for r in told[1:]] == [
+            (
+                "ERROR",
+                "the fault of inner has not been injected: in the last output torch's pytree found"
+                " no tensor of floats",
+            )
+        ]
+
     def test_on_the_page(self, model: nn.Module, exporter: Exporter) -> None:
         seen = [value(exporter, "act_injected_fault")]
         exporter.inject_fault(LAYER, FACTOR, 2, steps=1)
@@ -276,6 +317,30 @@ class TestWrong:
     def test_what_is_no_number(self, factor: float, steps: int | None, exporter: Exporter) -> None:
         with pytest.raises(SettingError):
             exporter.inject_fault(LAYER, factor, 1, steps=steps)
+
+
+class Output:
+    """What a module may return besides tensors, tuples and dicts."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.hidden = hidden
+
+
+class Inner(nn.Linear):
+    def forward(self, x: torch.Tensor) -> Output:  # type: ignore[override]
+        return Output(super().forward(x))
+
+
+class Wrapping(nn.Module):
+    """A layer that returns an object, in a model that returns a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.inner(x).hidden
+        return hidden
 
 
 def _hooks(model: nn.Module) -> Iterator[object]:

@@ -52,6 +52,19 @@ class Watched:
         }
 
 
+class Fragile(nn.Module):
+    """Fails in the middle where an index is 3, which no compiler can foresee."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.table = nn.Embedding(3, 4)
+
+    def forward(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.first(x) + self.table(index)
+        return out
+
+
 def tokens() -> torch.Tensor:
     return torch.randint(0, 256, (2, 8))
 
@@ -111,6 +124,58 @@ class TestWhatCounts:
             model(torch.full((1, 8), 256))
         model.norm(torch.ones(1, 16))
         assert watched.calls() == {"norm output": 0}
+
+    @pytest.mark.parametrize("compiled", [False, True])
+    def test_a_forward_that_failed_does_not_and_the_one_instead_of_it_does(
+        self, compiled: bool
+    ) -> None:
+        """Out of memory, and again with a smaller batch."""
+        torch._dynamo.reset()
+        model = Fragile()
+        watched = Watched(model, "first")
+        run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+        good, bad = torch.zeros(2, dtype=torch.long), torch.full((2,), 3)
+        run(torch.ones(2, 4), good)
+        try:
+            run(torch.full((2, 4), 1e6), bad)
+        except IndexError:
+            run(torch.ones(2, 4), good)
+        sample = watched.sample()
+        assert sample.rows[0, Column.CALLS] == 2
+        assert sample.rows[0, Column.MAX] < 10
+        assert watched.errors == []
+
+    def test_nor_where_the_step_is_made_or_the_model_evaluated_all_the_same(self) -> None:
+        model = Fragile()
+        watched = Watched(model, "first")
+        good = torch.zeros(2, dtype=torch.long)
+        model(torch.ones(2, 4), good)
+        with pytest.raises(IndexError):
+            model(torch.full((2, 4), 1e6), torch.full((2,), 3))
+        with torch.no_grad():
+            model(torch.ones(2, 4), good)
+        assert watched.calls() == {"first output": 1}
+
+    def test_a_model_that_makes_its_own_step_or_evaluates_itself_does(self) -> None:
+        """Its end comes after what its forward is counted by, or is not told from another's."""
+        model = Fragile()
+        watched = Watched(model, "first")
+        calls: list[dict[str, int]] = []
+        x, good = torch.ones(2, 4), torch.zeros(2, dtype=torch.long)
+        step = model.table.register_forward_hook(lambda *_: calls.append(watched.calls()))
+        model(x, good)
+        step.remove()
+        assert calls == [{"first output": 1}]
+
+        def evaluate(*_: object) -> None:
+            with torch.no_grad():
+                inner.remove()
+                model(x, good)
+
+        inner = model.table.register_forward_hook(evaluate)
+        model(x, good)
+        model(x, good)
+        assert watched.calls() == {"first output": 2}
 
     def test_micro_batches_are_one_sample(self) -> None:
         model = gpt()
