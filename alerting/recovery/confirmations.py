@@ -59,7 +59,7 @@ class Confirmations:
                 # The place of the last anomaly is passed with weights that are proven good: the
                 # next one is another incident. Until then a run that fails again and again at one
                 # place can't loop for ever.
-                self._ledger.update(rollbacks_used=0, last_onset=None)
+                self._ledger.update(rollbacks_used=0, last_onset=None, tried=())
                 log.info("step %d: the rollback budget is given back", step)
         except OSError as error:
             log.warning("step %d: %s stays pending: %s", step, checkpoint.name, error)

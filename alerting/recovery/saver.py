@@ -157,6 +157,7 @@ class Saver:
             versions=versions(),
             created_at=time.time(),
             files={},
+            remedies=self._ledger.now.remedies,
         )
         try:
             store.unpublished(name).mkdir()
