@@ -88,6 +88,7 @@ def document(run: RunFolder) -> dict[str, object]:
                 "parent": c.manifest.parent,
                 "kind": c.manifest.kind,
                 **dataclasses.asdict(c.health),
+                "remedies": [dataclasses.asdict(remedy) for remedy in c.manifest.remedies],
                 "created_at": c.manifest.created_at,
                 "bytes": total_bytes(c),
                 "pinned": c.pinned,

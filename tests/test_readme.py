@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -107,6 +108,22 @@ def test_from_nothing_to_a_signed_message(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
         assert f"`{done.stdout.strip()}`" in chapter
         assert "测试消息" in bot.texts()[0]
+
+
+def test_the_remedies_of_the_example_are_accepted(tmp_path: Path, monkeypatch: Any) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", section("In your trainer"), re.DOTALL)
+    [example] = [block for block in blocks if "remedies=" in block]
+    monkeypatch.chdir(tmp_path)
+    model = torch.nn.Linear(2, 1)
+    names: dict[str, Any] = {
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters()),
+        "loader": list(torch.ones(3, 2)),
+    }
+    exec(example, names)
+    steps = [step for step, _ in names["guard"].steps(2)]
+    assert steps == [1, 2]
+    assert (tmp_path / "runs" / "gpt" / "guard.json").exists()
 
 
 @pytest.mark.parametrize("name", re.findall(r"`(ACT_\w+)`", section("In your trainer")))

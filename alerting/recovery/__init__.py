@@ -10,11 +10,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from alerting.recovery.detector import Detector
+from alerting.recovery.remedies import Callback, ClipGradients, LowerLearningRate, SkipBatches
 
 if TYPE_CHECKING:
     from alerting.recovery.guard import TrainingGuard
 
-__all__ = ["Detector", "TrainingGuard"]
+__all__ = [
+    "Callback",
+    "ClipGradients",
+    "Detector",
+    "LowerLearningRate",
+    "SkipBatches",
+    "TrainingGuard",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -126,10 +126,11 @@ class CheckpointStore:
             raise CheckpointError(f"{folder} was published without its {MANIFEST_FILE}")
         return Checkpoint(folder=folder, manifest=manifest, health=health)
 
-    def mark(self, checkpoint: Checkpoint, health: HealthRecord) -> None:
-        """Record a verdict, unless a worse one stands."""
-        if not health.replaces(self._health(checkpoint.folder)):
-            return
+    def mark(self, checkpoint: Checkpoint, health: HealthRecord) -> HealthRecord:
+        """Record a verdict, unless a worse one stands; the one that stands afterwards."""
+        former = self._health(checkpoint.folder)
+        if not health.replaces(former):
+            return former
         log.log(
             logging.INFO if health.health == "confirmed" else logging.WARNING,
             "checkpoint %s is %s: %s",
@@ -138,6 +139,7 @@ class CheckpointStore:
             health.reason,
         )
         health.write(checkpoint.folder)
+        return health
 
     def delete(self, checkpoint: Checkpoint, reason: str) -> None:
         """Delete it, with a line in the deletion log before anything is lost.

@@ -51,12 +51,15 @@ class Confirmations:
         try:
             # Deleted meanwhile, where saves are closer together than the clean stretch is long.
             if checkpoint.folder.exists():
-                self._store.mark(checkpoint, verdict("confirmed", reason))
+                stands = self._store.mark(checkpoint, verdict("confirmed", reason))
+                if stands.health != "confirmed":
+                    # A person has judged it meanwhile, and knows more than the detector.
+                    return True
             if ledger.last_onset is not None and checkpoint.step >= ledger.last_onset:
                 # The place of the last anomaly is passed with weights that are proven good: the
                 # next one is another incident. Until then a run that fails again and again at one
                 # place can't loop for ever.
-                self._ledger.update(rollbacks_used=0, last_onset=None)
+                self._ledger.update(rollbacks_used=0, last_onset=None, tried=())
                 log.info("step %d: the rollback budget is given back", step)
         except OSError as error:
             log.warning("step %d: %s stays pending: %s", step, checkpoint.name, error)

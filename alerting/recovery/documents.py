@@ -72,6 +72,13 @@ class Document:
         """The object in the field `name`."""
         return Document(self.path, self.get(name, dict))
 
+    def parts(self, name: str) -> list[Document]:
+        """The objects in the list in the field `name`; none where it is null or missing."""
+        values = self.optional(name, list) or []
+        if not all(isinstance(value, dict) for value in values):
+            raise CheckpointError(f"{self.path}: {name!r} is {values!r}, expected objects")
+        return [Document(self.path, value) for value in values]
+
     def require_format(self, name: str, version: int) -> None:
         """Refuse a file that another program, or another version of this one, wrote.
 

@@ -5,7 +5,7 @@ Everything happens in the training thread between two steps, but for the writing
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,11 @@ from torch import nn
 from alerting.recovery.detector import Detector, Unwatched
 from alerting.recovery.position import LoaderPosition
 from alerting.recovery.ranks import ranks, require_ranks
+from alerting.recovery.remedies import DEFAULT, Remedies, Remedy
 from alerting.recovery.run import GuardedRun
 from alerting.recovery.settings import RecoverBy, Settings, require_whole, run_name
 from alerting.recovery.training_state import Stateful, TrainingState
+from alerting.recovery.treatment import Treatment
 
 
 class TrainingGuard:
@@ -49,6 +51,8 @@ class TrainingGuard:
         onset_margin_steps: a checkpoint is trusted if it is older than the first bad step by more.
         confirm_after_steps: steps without a bad one after which a checkpoint is confirmed.
         max_rollbacks: rollbacks until the run is halted for people.
+        remedies: what a rollback changes, by its number since the budget was whole; by default the
+            second one skips the data up to 100 steps behind the first bad step.
         check_every: several ranks agree each so many steps on what to do; they act a step later.
         recover_by: "rollback" in the process, or "restart": end with exit code
             `alerting.exit_codes.RESTART`, for the next process to go back. For trainers whose
@@ -85,6 +89,8 @@ class TrainingGuard:
         confirm_after_steps: int = 100,
         # The same anomaly a third time is no accident of the data: people must look.
         max_rollbacks: int = 2,
+        # Going back alone helps where it was chance; the same place again is the data's or ours.
+        remedies: Mapping[int, Sequence[Remedy]] = DEFAULT,
         # A vote a step costs less than a file's look-up on most networks; see the benchmark.
         check_every: int = 1,
         # In the same process a rollback is over before a new one has imported torch.
@@ -108,6 +114,7 @@ class TrainingGuard:
         detector: Detector = exporter if exporter is not None else Unwatched(name)
         self._position = LoaderPosition(loader)
         self._ranks = ranks()
+        planned = Remedies(remedies, has_loader=loader is not None)
         self._run = GuardedRun(
             folder,
             name,
@@ -125,6 +132,8 @@ class TrainingGuard:
             watched=exporter is not None,
             ranks=self._ranks,
             settings=settings,
+            remedies=planned,
+            treatment=Treatment(optimizer, self._position, planned.functions, self._ranks.size),
         )
 
     def steps(self, total_steps: int, *, micro_batches: int = 1) -> Iterator[tuple[int, Any]]:
@@ -160,6 +169,7 @@ class TrainingGuard:
 
     def _guarded_steps(self, total_steps: int, micro_batches: int) -> Iterator[tuple[int, Any]]:
         with self._run.entered():
+            self._position.batches_a_step = micro_batches
             step = self._run.begin()
             while step < total_steps:
                 batches = [self._position.next() for _ in range(micro_batches)]

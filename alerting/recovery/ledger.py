@@ -16,6 +16,7 @@ from typing import Any, Literal, cast, get_args
 from alerting.exceptions import CheckpointError
 from alerting.files import write_atomically
 from alerting.recovery.documents import Document
+from alerting.recovery.remedies import Applied, read_applied
 
 FORMAT = "act-guard"
 VERSION = 1
@@ -35,6 +36,8 @@ class Recovery:
         generation: of the run when it began.
         paid: whether the budget has paid for it; not where it halted the run instead.
         target: name of the checkpoint chosen, or None so far.
+        bad_until: batches that a rank had taken once the first bad step's were among them.
+        batches_a_step: of the loader, that each step took.
     """
 
     request_id: str
@@ -43,6 +46,8 @@ class Recovery:
     generation: int
     paid: bool
     target: str | None
+    bad_until: int = 0
+    batches_a_step: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +64,8 @@ class Ledger:
         last_onset: the step that the last rollback was about, until the budget is given back.
         last_backup_at: when a checkpoint was last made on request, Unix seconds.
         recovery: the one that is under way.
+        remedies: what the rollback that this generation began with has changed.
+        tried: a sentence about each rollback since the budget was whole.
     """
 
     run: str
@@ -69,6 +76,8 @@ class Ledger:
     last_onset: int | None = None
     last_backup_at: float | None = None
     recovery: Recovery | None = None
+    remedies: tuple[Applied, ...] = ()
+    tried: tuple[str, ...] = ()
 
     @property
     def resumed_from(self) -> str | None:
@@ -132,6 +141,8 @@ def read_ledger(path: Path) -> Ledger | None:
             last_onset=document.optional("last_onset", int),
             last_backup_at=document.optional("last_backup_at", float),
             recovery=_read_recovery(document.part("recovery")) if open_recovery else None,
+            remedies=read_applied(document),
+            tried=document.names("tried") if document.optional("tried", list) else (),
         )
     except FileNotFoundError:
         return None
@@ -149,4 +160,6 @@ def _read_recovery(part: Document) -> Recovery:
         generation=part.get("generation", int),
         paid=part.get("paid", bool),
         target=part.optional("target", str),
+        bad_until=part.optional("bad_until", int) or 0,
+        batches_a_step=part.optional("batches_a_step", int) or 1,
     )

@@ -149,7 +149,9 @@ def expendable(
     """What may be deleted, once a newer checkpoint is published.
 
     Kept are the newest `keep` healthy ones of the line and the one that the generation resumed
-    from (the next rollback may need it). Bad ones must not push out good ones, and many suspect
+    from (the next rollback may need it). Where steps are slow all of those may lie within the
+    margin of an onset, so the newest confirmed one stays too, and the oldest pending one, which
+    must live to be the next confirmed. Bad ones must not push out good ones, and many suspect
     ones not the backup of the moment when it began, so backups and emergency checkpoints, and the
     rest, each have `keep` places of their own. What is pinned stays and takes none of the places.
     """
@@ -161,4 +163,7 @@ def expendable(
     kept = {c.name for c in healthy} | {c.name for c in on_request}
     rest = [c for c in newest_first if c.name not in kept]
     surplus = [*healthy[keep:], *on_request[keep:], *rest[keep:]]
-    return [c for c in surplus if c.name != resumed_from]
+    confirmed = [c.name for c in healthy if c.health.health == "confirmed"]
+    pending = [c.name for c in healthy if c.health.health == "pending"]
+    needed = {resumed_from, *confirmed[:1], *pending[-1:]}
+    return [c for c in surplus if c.name not in needed]

@@ -15,6 +15,7 @@ from typing import Literal, cast, get_args
 from alerting.exceptions import CheckpointError
 from alerting.files import write_atomically
 from alerting.recovery.documents import Document
+from alerting.recovery.remedies import Applied, read_applied
 
 FORMAT = "act-checkpoint"
 VERSION = 1
@@ -36,10 +37,15 @@ class StoredFile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataPosition:
-    """Where in the data the run stands: epochs begun before this one, batches taken in it."""
+    """Where in the data the run stands: epochs begun before this one, batches taken in it.
+
+    Attributes:
+        taken: batches of all epochs that a rank has taken, those that were skipped too.
+    """
 
     epoch: int
     batch: int
+    taken: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +64,7 @@ class Manifest:
             although old checkpoints between are deleted.
         world_size: ranks that saved it.
         data: position in the data, or None without a loader.
+        remedies: what the rollback that this generation began with has changed, also what is over.
         versions: of Python, of torch and of what else wrote it, by name.
         created_at: Unix seconds.
         files: each file but the manifest and the health, by path relative to the folder.
@@ -75,6 +82,7 @@ class Manifest:
     versions: dict[str, str]
     created_at: float
     files: dict[str, StoredFile]
+    remedies: tuple[Applied, ...] = ()
 
     def write(self, folder: Path) -> None:
         """Write it into `folder`, synced."""
@@ -118,6 +126,7 @@ def read_manifest(folder: Path) -> Manifest | None:
             )
             for path in files.keys()  # noqa: SIM118 (a Document is no mapping)
         },
+        remedies=read_applied(document),
     )
     if manifest.name != folder.name:
         raise CheckpointError(f"{document.path} is the manifest of {manifest.name!r}")
@@ -125,7 +134,12 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def _read_position(data: Document) -> DataPosition:
-    return DataPosition(epoch=data.get("epoch", int), batch=data.get("batch", int))
+    return DataPosition(
+        epoch=data.get("epoch", int),
+        batch=data.get("batch", int),
+        # Manifests of before remedies lack it.
+        taken=data.optional("taken", int) or 0,
+    )
 
 
 class ForeignManifestError(CheckpointError):

@@ -25,6 +25,10 @@ class LoaderPosition:
     A DataLoader that shuffles then yields the same batches, bit for bit; one that keeps a shuffle
     buffer of its own needs a state of its own, and what persistent workers draw inside their own
     processes does not come back.
+
+    Attributes:
+        taken: batches of all epochs that were taken, skipped ones too.
+        batches_a_step: how many of them the loop takes each step.
     """
 
     def __init__(self, loader: Iterable[Any] | None) -> None:
@@ -40,6 +44,8 @@ class LoaderPosition:
         self._iterator: Iterator[Any] | None = None
         self._epoch = 0
         self._batch = 0
+        self.taken = 0
+        self.batches_a_step = 1
         self._epoch_rng: dict[str, Any] = {}
         self._epoch_generators: list[torch.Tensor] = []
         self._epoch_reused = False
@@ -49,11 +55,12 @@ class LoaderPosition:
         """The position for people, or None without a loader."""
         if self._loader is None:
             return None
-        return DataPosition(epoch=self._epoch, batch=self._batch)
+        return DataPosition(epoch=self._epoch, batch=self._batch, taken=self.taken)
 
     def start(self) -> None:
         """Stand before the first batch of the first epoch."""
         self._begin_epoch(0)
+        self.taken = 0
 
     def next(self) -> Any:
         """The next batch, of the next epoch where this one has ended; None without a loader.
@@ -72,13 +79,23 @@ class LoaderPosition:
             except StopIteration:
                 raise ConfigError("the loader is empty: it gave no batch in an epoch") from None
         self._batch += 1
+        self.taken += 1
         return batch
+
+    def skip_to(self, taken: int) -> None:
+        """Draw and drop batches until `taken` are taken; an epoch's end is no hindrance.
+
+        Raises:
+            ConfigError: the loader is empty.
+        """
+        while self._loader is not None and self.taken < taken:
+            self.next()
 
     def state_dict(self) -> dict[str, Any]:
         """The position, of tensors and plain values; empty without a loader."""
         if self._loader is None:
             return {}
-        state: dict[str, Any] = {"epoch": self._epoch, "batch": self._batch}
+        state: dict[str, Any] = {"epoch": self._epoch, "batch": self._batch, "taken": self.taken}
         if self._stateful:
             state["loader"] = staged(self._loader.state_dict(), "the loader's state")  # type: ignore[attr-defined]
         else:
@@ -108,6 +125,8 @@ class LoaderPosition:
             )
         if not state:
             return
+        # Checkpoints of before remedies lack it.
+        self.taken = int(state.get("taken", 0) * ranks_ratio)
         if self._stateful:
             if ranks_ratio != 1:
                 log.warning("other ranks share the data now: some of it comes twice or never")

@@ -14,6 +14,7 @@ from alerting.recovery.detector import Detector
 from alerting.recovery.ledger import LedgerFile, Recovery
 from alerting.recovery.lineage import Checkpoint
 from alerting.recovery.mailbox import Mailbox
+from alerting.recovery.position import LoaderPosition
 from alerting.recovery.ranks import Ranks
 from alerting.recovery.rollback import Rollback
 from alerting.recovery.saver import Saver
@@ -49,6 +50,7 @@ class RecoveryProcedure:
         detector: Detector,
         ranks: Ranks,
         step_times: StepTimes,
+        position: LoaderPosition,
         watched: bool,
         restart: bool,
         detection_lag_seconds: float,
@@ -63,6 +65,7 @@ class RecoveryProcedure:
         self._mailbox = mailbox
         self._ledger = ledger
         self._detector = detector
+        self._position = position
         self._watched = watched
         self.rollbacks = 0
 
@@ -142,9 +145,12 @@ class RecoveryProcedure:
         elif target is None:
             detail = "a recovery would halt the run: no healthy checkpoint is old enough"
         else:
+            number = self._ledger.now.rollbacks_used + 1
+            remedies = self._rollback.remedies(recovery, target, number)
             detail = (
                 f"a recovery would roll back from step {step} to {target.name}, which is "
                 f"{target.health.health}, once its files are found whole; rollbacks left: {left}"
+                + "".join(f"; {remedy}" for remedy in remedies)
             )
         if self._watched and onset is None:
             detail += "; at this step it would be refused, since no bad step was seen"
@@ -190,6 +196,7 @@ class RecoveryProcedure:
         return generation
 
     def _intent(self, request: Request, step: int, onset: int | None) -> Recovery:
+        since = 0 if onset is None else step - onset
         return Recovery(
             request_id=request.id,
             step=step,
@@ -197,6 +204,8 @@ class RecoveryProcedure:
             generation=self._ledger.now.generation,
             paid=self._mailbox.rollbacks_left > 0,
             target=None,
+            bad_until=max(0, self._position.taken - since * self._position.batches_a_step),
+            batches_a_step=self._position.batches_a_step,
         )
 
     def _go_back(self, recovery: Recovery, *, starting: bool) -> Checkpoint:
@@ -212,10 +221,12 @@ class RecoveryProcedure:
         return checkpoint
 
     def _conclude(self, recovery: Recovery, checkpoint: Checkpoint) -> None:
-        detail = f"rolled back from step {recovery.step} to {checkpoint.name}"
+        ledger = self._ledger.now
+        way = "; ".join([checkpoint.name, *map(str, ledger.remedies)])
+        detail = f"rolled back from step {recovery.step} to {way}"
         self._answer(recovery, "done", detail, resumed=checkpoint)
         # Last, and before training goes on: until here all of it can be done again.
-        self._ledger.update(recovery=None)
+        self._ledger.update(recovery=None, tried=(*ledger.tried, detail))
 
     def _halt(self, recovery: Recovery, sentence: str) -> RecoveryHaltedError:
         self._ledger.update(phase="halted")
@@ -225,8 +236,10 @@ class RecoveryProcedure:
         return RecoveryHaltedError(sentence)
 
     def _spent(self) -> str:
+        ledger = self._ledger.now
+        tried = "".join(f"; {sentence}" for sentence in ledger.tried)
         return (
-            f"the rollback budget is spent ({self._ledger.now.rollbacks_used} used); look at the "
+            f"the rollback budget is spent ({ledger.rollbacks_used} used){tried}; look at the "
             "run, then raise max_rollbacks to let it go back once more"
         )
 

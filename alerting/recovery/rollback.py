@@ -17,7 +17,9 @@ from alerting.recovery.health import verdict
 from alerting.recovery.ledger import LedgerFile, Recovery
 from alerting.recovery.lineage import Checkpoint, before_onset, choose, line, too_late
 from alerting.recovery.ranks import Ranks
+from alerting.recovery.remedies import Applied, Remedies
 from alerting.recovery.training_state import TrainingState
+from alerting.recovery.treatment import Treatment
 
 log = logging.getLogger(__name__)
 
@@ -33,12 +35,16 @@ class Rollback:
         ledger: LedgerFile,
         ranks: Ranks,
         onset_margin_steps: int,
+        remedies: Remedies,
+        treatment: Treatment,
     ) -> None:
         self._ranks = ranks
         self._store = store
         self._state = state
         self._ledger = ledger
         self._margin = onset_margin_steps
+        self._remedies = remedies
+        self._treatment = treatment
 
     def line(self) -> list[Checkpoint]:
         """The checkpoints that the run descends from, newest first."""
@@ -62,6 +68,7 @@ class Rollback:
         for checkpoint in candidates:
             if self._is_whole(checkpoint):
                 self._load(checkpoint)
+                self._treat(checkpoint)
                 return checkpoint
         raise RecoveryHaltedError(
             f"none of the {own} checkpoints that this run descends from is healthy and whole; "
@@ -106,6 +113,7 @@ class Rollback:
                 corrupt = verdict("corrupt", str(error))
                 self._ranks.lead(partial(self._store.mark, checkpoint, corrupt))
                 continue
+            self._treat(checkpoint)
             return checkpoint
         raise RecoveryHaltedError(
             f"there is no healthy checkpoint from before step {_onset(recovery)} to roll back to"
@@ -123,6 +131,25 @@ class Rollback:
         """
         return next(iter(self._candidates(self.line(), recovery)), None)
 
+    def remedies(
+        self, recovery: Recovery, checkpoint: Checkpoint, number: int
+    ) -> tuple[Applied, ...]:
+        """What holds after going back to `checkpoint` at the rollback of that number."""
+        manifest = checkpoint.manifest
+        ranks = self._ranks.size
+        new = self._remedies.at(
+            number,
+            step=checkpoint.step,
+            taken=manifest.data.taken * manifest.world_size // ranks if manifest.data else 0,
+            bad_until=recovery.bad_until,
+            batches_a_step=recovery.batches_a_step,
+            ranks=ranks,
+        )
+        # What held when it was saved goes on, as with any other state of it.
+        places = {remedy.place for remedy in new}
+        held = (r for r in manifest.remedies if r.until > checkpoint.step)
+        return (*new, *(r for r in held if r.place not in places))
+
     def _ways_back(self, recovery: Recovery) -> list[list[Checkpoint]]:
         """The checkpoints to try, the best first, each with what it descends from."""
         self.mark_suspects(recovery)
@@ -138,6 +165,7 @@ class Rollback:
             generation=recovery.generation + 1,
             base=tuple(c.name for c in way),
             last_onset=_onset(recovery),
+            remedies=self.remedies(recovery, way[0], self._ledger.now.rollbacks_used),
             recovery=dataclasses.replace(recovery, target=way[0].name),
         )
 
@@ -164,6 +192,12 @@ class Rollback:
 
     def _load(self, checkpoint: Checkpoint) -> None:
         self._state.restore(checkpoint.folder, checkpoint.manifest.world_size)
+
+    def _treat(self, checkpoint: Checkpoint) -> None:
+        remedies = self._ranks.lead(lambda: self._ledger.now.remedies)
+        # Outside the loading: a loader or a callback that fails here says nothing of a checkpoint.
+        with self._ranks.united():
+            self._treatment.begin(remedies, checkpoint.step)
 
 
 def _onset(recovery: Recovery) -> int:

@@ -27,6 +27,7 @@ from alerting.recovery.mailbox import Mailbox
 from alerting.recovery.metrics import GuardMetrics, GuardSnapshot
 from alerting.recovery.procedure import RecoveryProcedure
 from alerting.recovery.ranks import Ranks
+from alerting.recovery.remedies import Remedies
 from alerting.recovery.rollback import Rollback
 from alerting.recovery.saver import Saver
 from alerting.recovery.schedule import Schedule
@@ -35,6 +36,7 @@ from alerting.recovery.signals import Signals
 from alerting.recovery.step_times import FILE as STEPS_FILE
 from alerting.recovery.step_times import StepTimes
 from alerting.recovery.training_state import TrainingState
+from alerting.recovery.treatment import Treatment
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +52,8 @@ class GuardedRun:
         watched: whether a detector was given, so that its silence means something.
         ranks: who trains.
         settings: checked already.
+        remedies: by rollback.
+        treatment: carries them out.
     """
 
     def __init__(
@@ -62,9 +66,12 @@ class GuardedRun:
         watched: bool,
         ranks: Ranks,
         settings: Settings,
+        remedies: Remedies,
+        treatment: Treatment,
     ) -> None:
         self._folder = folder
         self._position = state.position
+        self._treatment = treatment
         self._detector = detector
         self._ranks = ranks
         self._schedule = Schedule(
@@ -91,6 +98,8 @@ class GuardedRun:
             ledger=self._ledger,
             ranks=ranks,
             onset_margin_steps=settings.onset_margin_steps,
+            remedies=remedies,
+            treatment=treatment,
         )
         self._procedure = RecoveryProcedure(
             store=self._store,
@@ -101,6 +110,7 @@ class GuardedRun:
             detector=detector,
             ranks=ranks,
             step_times=self._step_times,
+            position=state.position,
             watched=watched,
             restart=settings.recover_by == "restart",
             detection_lag_seconds=settings.detection_lag_seconds,
@@ -125,6 +135,7 @@ class GuardedRun:
             stack.enter_context(self._signals.listening())
             # Also when the body raised or left the loop: what is saved is worth publishing.
             stack.callback(self.saver.close)
+            stack.callback(self._treatment.end)
             yield
 
     def begin(self) -> int:
@@ -178,9 +189,10 @@ class GuardedRun:
         self._control.create()
         checkpoints = self._store.all()
         if not begun and checkpoints:
-            generation = max(c.manifest.generation for c in checkpoints)
+            newest = max(checkpoints, key=lambda c: (c.manifest.generation, c.manifest.number))
+            generation, remedies = newest.manifest.generation, newest.manifest.remedies
             log.warning("guard.json is missing: going on in generation %d", generation)
-            self._ledger.update(generation=generation)
+            self._ledger.update(generation=generation, remedies=remedies)
         if self._ledger.now.recovery is not None:
             return self._ledger.now.recovery
         return "checkpoints" if checkpoints else "nothing"
@@ -225,6 +237,7 @@ class GuardedRun:
     def _look(self, step: int) -> None:
         """What each rank does by itself; what it raises is raised on all, once all have voted."""
         try:
+            self._treatment.step(step)
             self._detector.step(step)
             if self._ranks.rank == 0:
                 self._heartbeat.beat(self._ledger.now.generation, step)

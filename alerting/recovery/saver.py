@@ -157,6 +157,7 @@ class Saver:
             versions=versions(),
             created_at=time.time(),
             files={},
+            remedies=self._ledger.now.remedies,
         )
         try:
             store.unpublished(name).mkdir()
@@ -203,7 +204,12 @@ class Saver:
             surplus = expendable(
                 checkpoints, line=own, resumed_from=ledger.resumed_from, keep=self._keep
             )
-            for checkpoint in surplus:
-                self._store.delete(checkpoint, f"keep={self._keep}, not among those kept")
         except OSError as error:
             log.warning("old checkpoints could not be deleted: %s", error)
+            return
+        for checkpoint in surplus:
+            try:
+                self._store.delete(checkpoint, f"keep={self._keep}, not among those kept")
+            except OSError as error:
+                # One that is stuck must not fill the disk with all that come after it.
+                log.warning("checkpoint %s could not be deleted: %s", checkpoint.name, error)

@@ -29,12 +29,16 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from alerting.recovery import TrainingGuard
+from alerting.recovery import ClipGradients, LowerLearningRate, SkipBatches, TrainingGuard
 from deploy.demo.servers import REPOSITORY, free_port
 from tests.alerting.recovery.trainer import FakeDetector, Numbered, open_request
 
 SECONDS = 90
 """A test that hangs must end; starting four processes with torch takes ten of them."""
+
+
+REMEDIES = {1: [SkipBatches(20), LowerLearningRate(0.5, steps=25), ClipGradients(0.01, steps=25)]}
+"""Of the plans that ask for them: more batches than are left of an epoch."""
 
 
 class Note:
@@ -88,6 +92,7 @@ class Ranked:
             exporter=self.detector,
             save_every_steps=5,
             onset_margin_steps=2,
+            **({"remedies": REMEDIES} if plan.get("remedies") else {}),
             **plan.get("settings", {}),
         )
 

@@ -102,23 +102,40 @@ def test_only_what_is_older_than_the_onset_by_more_than_the_margin_is_trusted(st
 
 class TestExpendable:
     def test_the_newest_healthy_ones_stay(self):
-        found = [checkpoint(n, n * 10) for n in range(6)]
+        found = [checkpoint(n, n * 10, health="confirmed") for n in range(6)]
         gone = expendable(found, line=found, resumed_from=None, keep=2)
         assert names(gone) == ["c3", "c2", "c1", "c0"]
+
+    def test_with_slow_steps_there_is_always_one_from_before_the_margin(self):
+        """A save every 3 steps, confirmed after 100: what is left can be rolled back to."""
+        left, margin, clean, keep = [checkpoint(0, 0)], 10, 100, 3
+        for number in range(1, 100):
+            step = 3 * number
+            left = [
+                dataclasses.replace(c, health=verdict("confirmed", "test"))
+                if c.step + clean <= step
+                else c
+                for c in left
+            ]
+            left.append(checkpoint(number, step))
+            gone = expendable(left, line=left, resumed_from=None, keep=keep)
+            left = [c for c in left if c not in gone]
+            assert any(before_onset(c.step, step + 1, margin) for c in left)
+            assert len(left) <= keep + 2
 
     def test_and_the_one_that_the_generation_resumed_from(self):
         found = [checkpoint(n, n * 10) for n in range(6)]
         assert "c1" not in names(expendable(found, line=found, resumed_from="c1", keep=2))
 
     def test_bad_ones_and_backups_have_places_of_their_own(self):
-        good = [checkpoint(n, n) for n in range(3)]
+        good = [checkpoint(n, n, health="confirmed") for n in range(3)]
         bad = [checkpoint(n, n, health="suspect") for n in range(3, 8)]
         backups = [checkpoint(n, n, kind="backup", health="suspect") for n in range(8, 12)]
         gone = expendable([*good, *bad, *backups], line=[*good, *bad], resumed_from=None, keep=2)
         assert set(names(gone)) == {"c0", "c3", "c4", "c5", "c8", "c9"}
 
     def test_what_is_pinned_stays_and_takes_no_place(self):
-        found = [checkpoint(n, n * 10) for n in range(6)]
+        found = [checkpoint(n, n * 10, health="confirmed") for n in range(6)]
         for pinned in (0, 5):
             found[pinned] = dataclasses.replace(found[pinned], pinned=True)
         gone = expendable(found, line=found, resumed_from=None, keep=2)

@@ -15,7 +15,11 @@ from tests.alerting.recovery.trainer import Trainer
 def store(tmp_path):
     """The checkpoints 0, 5 and 8 of a run that ended."""
     Trainer(tmp_path).run(8)
-    return CheckpointStore(tmp_path / "checkpoints")
+    return trainer_store(tmp_path)
+
+
+def trainer_store(folder):
+    return CheckpointStore(folder / "checkpoints")
 
 
 def log(store):
@@ -75,13 +79,23 @@ class TestDeletion:
         trainer.run(20)
         assert len(trainer.names()) == 5
 
+    def test_one_that_is_stuck_does_not_keep_the_others(self, tmp_path):
+        trainer = Trainer(tmp_path, settings={"keep": 2})
+        for step, batch in trainer.guard.steps(40):
+            trainer.train_step(step, batch)
+            if step == 3:
+                # The first of them cannot be renamed to there.
+                stuck = tmp_path / "checkpoints" / f"{DELETING}step-00000000-g0"
+                (stuck / "busy").mkdir(parents=True)
+        assert trainer.names() == [f"step-{step:08d}-g0" for step in (0, 30, 35, 40)]
+
     def test_a_pinned_one_is_kept_by_a_running_guard(self, tmp_path):
         trainer = Trainer(tmp_path, settings={"keep": 2})
         for step, batch in trainer.guard.steps(30):
             trainer.train_step(step, batch)
             if step == 7:
                 pins.pin(tmp_path / "checkpoints" / "step-00000005-g0", "mine")
-        assert trainer.names() == [f"step-{step:08d}-g0" for step in (5, 25, 30)]
+        assert trainer.names() == [f"step-{step:08d}-g0" for step in (5, 20, 25, 30)]
 
 
 class TestVerdicts:
@@ -106,6 +120,19 @@ class TestVerdicts:
         overrule(newest, "suspect", "operator")
         store.mark(newest, verdict("confirmed", "guard"))
         assert read_health(newest.folder).reason == "operator"
+
+    def test_nor_is_the_budget_given_back_for_it(self, tmp_path):
+        trainer = Trainer(tmp_path, settings={"keep": 9})
+        for step, batch in trainer.guard.steps(31):
+            fresh = trainer.control.status().generation == 0
+            if step == 18 and fresh:
+                trainer.break_model()
+                trainer.ask("recover")
+            trainer.train_step(step, batch)
+            if step == 22 and not fresh:
+                [after] = [c for c in trainer_store(tmp_path).all() if c.step == 20]
+                overrule(after, "suspect", "the loss looks odd")
+        assert trainer.control.status().rollbacks_left == 1
 
     def test_what_the_guard_finds_later_counts(self, store):
         newest = store.all()[-1]

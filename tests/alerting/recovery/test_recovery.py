@@ -255,7 +255,7 @@ class TestLineage:
         assert generation(second) == 1
 
     def test_the_same_place_twice_goes_one_further_back(self, tmp_path, reference):
-        trainer = Trainer(tmp_path, settings=KEEP)
+        trainer = Trainer(tmp_path, settings={**KEEP, "remedies": {}})
         ids = run_with_fault(trainer, faults=(FAULT, FAULT))
         answers = [trainer.control.read_answer(i) for i in ids]
         assert [a.resumed_step for a in answers] == [15, 10]
