@@ -1,0 +1,100 @@
+"""What the scenes cost, for the terminal, for programs and for the documentation."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
+
+from alerting.recovery.versions import versions
+from tests.faults.experiment import Loss
+
+COLUMNS = (
+    "fault",
+    "what happened",
+    "steps repeated",
+    "checkpoints lost",
+    "untrusted resumes",
+    "bitwise",
+    "seconds",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A scene that was played.
+
+    Attributes:
+        fault: in words.
+        happened: in words.
+        loss: None where the scene went wrong.
+        seconds: that it took.
+    """
+
+    fault: str
+    happened: str
+    loss: Loss | None
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return dataclasses.asdict(self)
+
+    def cells(self) -> list[str]:
+        """In the order of `COLUMNS`."""
+        loss, seconds = self.loss, f"{self.seconds:.1f}"
+        if loss is None:
+            return [self.fault, f"WRONG: {self.happened[:500]}", "", "", "", "", seconds]
+        numbers = map(str, (loss.repeated, loss.checkpoints, loss.untrusted))
+        return [self.fault, self.happened, *numbers, "yes" if loss.bitwise else "NO", seconds]
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """For the terminal."""
+    drawn = Table(*COLUMNS)
+    for row in rows:
+        drawn.add_row(*row.cells())
+    return drawn
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """A page of documentation."""
+    installed = ", ".join(f"{name} {version}" for name, version in versions().items())
+    lines = [line.format(
+        day=time.strftime("%Y-%m-%d", time.gmtime()), cores=os.cpu_count(), installed=installed
+    ) for line in PAGE.splitlines()]  # fmt: skip
+    lines += ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
+    for row in rows:
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in row.cells()) + " |")
+    return "\n".join(lines) + "\n"
+
+
+PAGE = """\
+# Faults of a guarded training
+Each row is a fault that was brought about, what happened, and what was lost. The table is written by
+
+```sh
+make test-faults ARGS='--write docs/faults.md'
+```
+
+and was so on {day}, on {cores} cores, with {installed}.
+
+- *steps repeated*: taken again, of all runs of the row together; a checkpoint is made at each 5th
+  step. A rollback repeats steps on purpose.
+- *checkpoints lost*: published ones that are gone, or not whole any more, by the end.
+- *untrusted resumes*: loads of a checkpoint that was partial, corrupt or suspect, as judged beside the
+  guard when it was loaded.
+- *bitwise*: sample numbers, losses, learning rate, weights, batch-norm buffers, optimizer moments and
+  random numbers (Python, NumPy, torch) of each step are those of a run to which nothing happened,
+  each time that the step was taken; after a bad step, from the rollback on.
+
+The trainer is a small one (`tests/alerting/recovery/trainer.py`, on the CPU), the guard the shipped
+one. What was not tried: a power cut (SIGKILL leaves what the system has not written yet; that the
+files are synced in the right order is seen in the code, not here), a network file system, a GPU, and
+ranks on more than one machine. Power-cut-like states of the page cache cannot be made here.
+"""
