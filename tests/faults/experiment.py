@@ -76,6 +76,7 @@ class Experiment:
         )
         self._ranks, self._total = ranks, total
         self._published: set[str] = set()
+        self._settled: Loss | None = None
 
     def start(self, **plan: Any) -> list[Any]:
         """Start the processes, one a rank."""
@@ -163,8 +164,14 @@ class Experiment:
         verdict: str = json.loads((self.checkpoints / name / "health.json").read_text())["health"]
         return verdict
 
+    def settle(self) -> None:
+        """Take the loss now, before the disk with the run folder is taken away."""
+        self._settled = self.loss()
+
     def loss(self) -> Loss:
         """What it cost up to now."""
+        if self._settled is not None:
+            return self._settled
         steps = self.steps()
         gone = self._published - deleted(self.checkpoints)
         loads = [event for event in self.events() if event[0] == "load"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.faults import kills
+from tests.faults import kills, storage
 from tests.faults.scene import SCENES
 
-__all__ = ["SCENES", "kills"]
+__all__ = ["SCENES", "kills", "storage"]
