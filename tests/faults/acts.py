@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import subprocess
 import threading
+import time
 from typing import Any, NoReturn
 
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
+from alerting.control import Action, ControlDirectory, Request, new_request_id
 from alerting.recovery import save
-from tests.alerting.recovery.trainer import open_request
+from alerting.recovery.training_state import TrainingState
 from tests.faults.child import Child
+from tests.faults.deadline import until
 
 _RELEASED = threading.Event()
 _WRITE_DATA = FileSystemWriter.write_data
@@ -24,20 +28,61 @@ def break_model(child: Child) -> None:
     child.trainer.break_model()
 
 
-def ask_for_recovery(child: Child) -> None:
-    """As the receiver asks."""
-    open_request(child.plan.run_folder, "recover")
+def see_bad(child: Child) -> None:
+    """The detector sees something bad in this step; the weights stay, which all ranks share."""
+    child.trainer.detector.see_bad()
 
 
-def ask_for_backup(child: Child) -> None:
-    """As the receiver asks."""
-    open_request(child.plan.run_folder, "checkpoint")
+def ask(
+    action: Action, child: Child, *, run: str = "toy", generation: int = 0, apart: float = 0.0
+) -> bool:
+    """Open a request, as a receiver does whose clock is so many seconds ahead."""
+    request = Request(
+        id=new_request_id(),
+        run=run,
+        generation=generation,
+        action=action,
+        alert="Test",
+        created_at=time.time() + apart,
+    )
+    return ControlDirectory(child.plan.run_folder / "control").claim(request)
 
 
-def break_and_ask(child: Child) -> None:
-    """A bad step, and the request for what follows from it."""
-    break_model(child)
-    ask_for_recovery(child)
+recover = functools.partial(ask, "recover")
+back_up = functools.partial(ask, "checkpoint")
+
+
+def ask_in_the_recovery(child: Child) -> None:
+    """A request of each kind, when the checkpoint is about to be loaded."""
+    restore = TrainingState.restore
+
+    def asking(state: TrainingState, *arguments: Any) -> None:
+        for action in ("recover", "checkpoint"):
+            child.note("claimed", action, ask(action, child))
+        restore(state, *arguments)
+
+    TrainingState.restore = asking  # type: ignore[method-assign]
+
+
+def mangle_request(child: Child) -> None:
+    """A request that is none."""
+    (child.plan.run_folder / "control" / "requests" / "checkpoint.json").write_text("{")
+
+
+def set_clock(ahead: float, child: Child) -> None:
+    """From now on the process's clock is so many seconds ahead."""
+    now = time.time
+    time.time = lambda: now() + ahead
+
+
+def send_signal(number: int, child: Child) -> None:
+    """To this process."""
+    os.kill(os.getpid(), number)
+
+
+def raise_error(child: Child) -> None:
+    """As a user's code may."""
+    raise RuntimeError("the user's own")
 
 
 def hold_writer(child: Child) -> None:
@@ -54,6 +99,17 @@ def hold_writer(child: Child) -> None:
 def release_writer(child: Child) -> None:
     """See `hold_writer`."""
     _RELEASED.set()
+
+
+def release_writer_in_the_recovery(child: Child) -> None:
+    """See `hold_writer`; the training thread itself waits for it then."""
+
+    def release() -> None:
+        control = ControlDirectory(child.plan.run_folder / "control")
+        until(lambda: (status := control.status()) is not None and status.state == "recovering")
+        _RELEASED.set()
+
+    threading.Thread(target=release, daemon=True).start()
 
 
 def fail_to_write(child: Child) -> None:

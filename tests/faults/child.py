@@ -38,8 +38,13 @@ class Act:
     """
 
     step: int
-    do: Callable[[Child], None]
+    do: Callable[[Child], object]
     rank: int = 0
+
+
+def at(step: int, *doings: Callable[[Child], object]) -> tuple[Act, ...]:
+    """These, one after the other, before step `step`, of rank 0."""
+    return tuple(Act(step=step, do=do) for do in doings)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

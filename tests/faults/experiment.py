@@ -12,17 +12,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from deploy.demo.servers import REPOSITORY, free_port
 from tests.faults.child import Plan, train
+from tests.faults.deadline import SECONDS
 from tests.faults.judge import deleted, is_whole, published
-
-SECONDS = 120
-"""An experiment that hangs must end; the longest starts torchrun with four ranks twice."""
 
 _FORKS = multiprocessing.get_context("forkserver")
 # Importing torch takes seconds, and there are hundreds of processes. They are forked from one that
@@ -174,7 +171,8 @@ class Experiment:
             return self._settled
         steps = self.steps()
         gone = self._published - deleted(self.checkpoints)
-        loads = [event for event in self.events() if event[0] == "load"]
+        events = [event for rank in range(self._ranks) for event in self.events(rank)]
+        loads = [event for event in events if event[0] == "load"]
         return Loss(
             repeated=len(steps) - len(set(steps)),
             checkpoints=sum(not is_whole(self.checkpoints / name) for name in gone),
@@ -205,11 +203,3 @@ def uninterrupted(ranks: int, total: int) -> list[dict[int, list[Any]]]:
             {event[1]: event[1:] for event in experiment.events(rank) if event[0] == "step"}
             for rank in range(ranks)
         ]
-
-
-def until(holds: Callable[[], bool]) -> None:
-    """Wait for it."""
-    deadline = time.monotonic() + SECONDS
-    while not holds():
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.001)

@@ -9,9 +9,10 @@ from collections import Counter
 from functools import partial
 from typing import Any
 
-from tests.faults.acts import ask_for_backup, break_and_ask
-from tests.faults.child import Act
-from tests.faults.experiment import Experiment, until
+from tests.faults.acts import back_up, break_model, recover
+from tests.faults.child import at
+from tests.faults.deadline import until
+from tests.faults.experiment import Experiment
 from tests.faults.operations import Strike
 from tests.faults.scene import Stage, scene
 
@@ -90,7 +91,7 @@ def _moment(run: Experiment, before: int) -> str:
     return "between saves" if len(run.steps()) > before else "starting"
 
 
-def at(place: tuple[str, ...], stage: Stage) -> str:
+def killed(place: tuple[str, ...], stage: Stage) -> str:
     run = stage.experiment(keep=2)
     run.kill(strike=Strike(at=place))
     run.finish()
@@ -98,7 +99,7 @@ def at(place: tuple[str, ...], stage: Stage) -> str:
 
 
 for words, place in PLACES.items():
-    scene(f"SIGKILL {words}")(partial(at, place))
+    scene(f"SIGKILL {words}")(partial(killed, place))
 
 
 @scene("SIGKILL while a process resumes, half-way through the load")
@@ -114,7 +115,7 @@ def in_a_resume(stage: Stage) -> str:
 def in_recovery(place: tuple[str, ...], stage: Stage) -> str:
     # To an end at which the budget is not given back yet.
     run = stage.experiment(total=24, keep=9)
-    requests = (Act(step=BAD_STEP, do=break_and_ask), Act(step=BAD_STEP, do=ask_for_backup))
+    requests = at(BAD_STEP, break_model, recover, back_up)
     run.kill(acts=requests, strike=Strike(at=place))
     # Again at the same place, where the recovery that is taken up comes by it; then to the end.
     run.run(strike=Strike(at=place[-1:]))
@@ -143,7 +144,7 @@ for words, place in IN_RECOVERY.items():
 @scene("SIGKILL before each operation on a file", quick=False)
 def everywhere(stage: Stage) -> str:
     """Of a run with saves, deletions, a backup and a recovery; then resumed."""
-    acts = (Act(step=3, do=ask_for_backup), Act(step=BAD_STEP, do=break_and_ask))
+    acts = (*at(3, back_up), *at(BAD_STEP, break_model, recover))
     settings = {"total": 16, "keep": 2}
     rehearsal = stage.experiment(**settings)
     rehearsal.run(acts=acts)

@@ -76,7 +76,7 @@ def markdown(rows: Sequence[Row]) -> str:
 
 PAGE = """\
 # Faults of a guarded training
-Each row is a fault that was brought about, what happened, and what was lost. The table is written by
+Each row is a fault that was brought about, what happened, and what was lost. This page is written by
 
 ```sh
 make test-faults ARGS='--write docs/faults.md'
@@ -84,17 +84,19 @@ make test-faults ARGS='--write docs/faults.md'
 
 and was so on {day}, on {cores} cores, with {installed}.
 
-- *steps repeated*: taken again, of all runs of the row together; a checkpoint is made at each 5th
+- *steps repeated*: taken again, in all runs of the row together; a checkpoint is due at each 5th
   step. A rollback repeats steps on purpose.
-- *checkpoints lost*: published ones that are gone, or not whole any more, by the end.
-- *untrusted resumes*: loads of a checkpoint that was partial, corrupt or suspect, as judged beside the
-  guard when it was loaded.
-- *bitwise*: sample numbers, losses, learning rate, weights, batch-norm buffers, optimizer moments and
-  random numbers (Python, NumPy, torch) of each step are those of a run to which nothing happened,
-  each time that the step was taken; after a bad step, from the rollback on.
+- *checkpoints lost*: published ones that are gone, or not whole any more, by the end. Only what a
+  scene damages itself may be lost.
+- *untrusted resumes*: loads of a checkpoint that was partial, corrupt or suspect when it was loaded,
+  as judged by code of the tests' own.
+- *bitwise*: sample numbers, losses, learning rate, weights, optimizer moments and random numbers
+  (Python, NumPy, torch) of each step are those of a run to which nothing happened, each time that
+  the step was taken; of a run with a bad step, but for what lies between it and the rollback.
 
-The trainer is a small one (`tests/alerting/recovery/trainer.py`, on the CPU), the guard the shipped
-one. What was not tried: a power cut (SIGKILL leaves what the system has not written yet; that the
-files are synced in the right order is seen in the code, not here), a network file system, a GPU, and
-ranks on more than one machine. Power-cut-like states of the page cache cannot be made here.
+The trainer is a small one on the CPU, the guard the shipped one. Processes are forked from one that
+has imported torch, except under the supervisor. Not tried: a power cut (after SIGKILL the system
+still writes what it holds, so the order of syncs is not put to the test), a network file system, a
+GPU, ranks on more than one machine. Scenes with mounts need the right to mount.
+
 """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.faults import kills, storage
+from tests.faults import group, kills, requests, storage
 from tests.faults.scene import SCENES
 
-__all__ = ["SCENES", "kills", "storage"]
+__all__ = ["SCENES", "group", "kills", "requests", "storage"]

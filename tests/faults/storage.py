@@ -10,18 +10,19 @@ from functools import partial
 from pathlib import Path
 
 from tests.faults.acts import (
-    ask_for_backup,
-    break_and_ask,
+    back_up,
+    break_model,
     fail_to_write,
     fill_disk,
     free_disk,
     hold_writer,
     make_read_only,
     make_writable,
+    recover,
     release_writer,
     write_again,
 )
-from tests.faults.child import Act, Child
+from tests.faults.child import Act, Child, at
 from tests.faults.operations import Strike
 from tests.faults.scene import Stage, scene
 
@@ -37,7 +38,7 @@ DISK_BYTES = 1 << 20
 @scene("disk full at each write, in turn")
 def full_at_each_write(stage: Stage) -> str:
     """Brought about by errors in place of opens, which a full disk would not refuse all."""
-    acts = (Act(step=3, do=ask_for_backup), Act(step=12, do=break_and_ask))
+    acts = (*at(3, back_up), *at(12, break_model, recover))
     settings = {"total": 16, "keep": 3}
     rehearsal = stage.experiment(**settings)
     rehearsal.run(acts=acts)
@@ -196,8 +197,8 @@ def alter_checkpoint(name: str, child: Child) -> None:
 @scene("a file of the checkpoint that a recovery would take is altered", damages=1)
 def damaged_before_a_recovery(stage: Stage) -> str:
     run = stage.experiment(keep=9)
-    altered = Act(step=12, do=partial(alter_checkpoint, "step-00000005-g0"))
-    acts = (altered, Act(step=12, do=break_and_ask))
+    alter_it = partial(alter_checkpoint, "step-00000005-g0")
+    acts = at(12, alter_it, break_model, recover)
     assert run.run(acts=acts) == [0], run.said()
     assert run.loaded() == ["step-00000000-g0"]
     return "found corrupt, rolled back to step-00000000-g0"
