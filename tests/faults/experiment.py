@@ -19,7 +19,7 @@ from typing import Any
 from deploy.demo.servers import REPOSITORY, free_port
 from tests.faults.child import Plan, train
 from tests.faults.deadline import SECONDS
-from tests.faults.judge import deleted, is_whole, published
+from tests.faults.judge import deleted, is_lost, published
 
 _FORKS = multiprocessing.get_context("forkserver")
 # Importing torch takes seconds, and there are hundreds of processes. They are forked from one that
@@ -33,7 +33,7 @@ class Loss:
 
     Attributes:
         repeated: steps that were taken again.
-        checkpoints: that had been published, and are gone or not whole.
+        checkpoints: that had been published, and are gone, not whole or said to be corrupt.
         untrusted: loads of a checkpoint that was partial, corrupt or suspect.
         bitwise: data, losses, weights, moments and random numbers of each step are those of a run
             to which nothing happened, each time that it was taken without the bad step itself.
@@ -175,7 +175,7 @@ class Experiment:
         loads = [event for event in events if event[0] == "load"]
         return Loss(
             repeated=len(steps) - len(set(steps)),
-            checkpoints=sum(not is_whole(self.checkpoints / name) for name in gone),
+            checkpoints=sum(is_lost(self.checkpoints / name) for name in gone),
             untrusted=sum(not trusted for _, _, trusted in loads),
             bitwise=all(self._is_bitwise(rank) for rank in range(self._ranks)),
         )

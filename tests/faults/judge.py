@@ -33,6 +33,15 @@ def may_be_resumed(folder: Path) -> bool:
         return False
 
 
+def is_lost(folder: Path) -> bool:
+    """Whether it is gone, not whole, or will never be used since it is said to be corrupt."""
+    try:
+        verdict = json.loads((folder / "health.json").read_bytes())["health"]
+    except (OSError, ValueError):
+        verdict = None
+    return verdict == "corrupt" or not is_whole(folder)
+
+
 def published(folder: Path) -> set[str]:
     """Names of the checkpoints in a folder of them, whole or not."""
     return {p.parent.name for p in folder.glob("*/manifest.json") if p.parent.name[0] != "."}

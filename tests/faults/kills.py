@@ -153,4 +153,7 @@ def everywhere(stage: Stage) -> str:
         run = stage.experiment(**settings)
         run.kill(acts=acts, strike=Strike(at=number))
         run.finish()
-    return f"{len(operations)} runs killed, before operation 1, 2 ... {len(operations)}; resumed"
+    return (
+        f"{len(operations)} runs killed, before operation 1, 2 ... {len(operations)}, of saves, "
+        "deletions, a backup and a recovery; each resumed"
+    )

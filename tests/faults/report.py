@@ -76,7 +76,8 @@ def markdown(rows: Sequence[Row]) -> str:
 
 PAGE = """\
 # Faults of a guarded training
-Each row is a fault that was brought about, what happened, and what was lost. This page is written by
+Each row is a fault that was brought about, what happened, and what was lost. This page is written
+by
 
 ```sh
 make test-faults ARGS='--write docs/faults.md'
@@ -86,13 +87,17 @@ and was so on {day}, on {cores} cores, with {installed}.
 
 - *steps repeated*: taken again, in all runs of the row together; a checkpoint is due at each 5th
   step. A rollback repeats steps on purpose.
-- *checkpoints lost*: published ones that are gone, or not whole any more, by the end. Only what a
-  scene damages itself may be lost.
-- *untrusted resumes*: loads of a checkpoint that was partial, corrupt or suspect when it was loaded,
-  as judged by code of the tests' own.
+- *checkpoints lost*: published ones that by the end are gone, not whole or said to be corrupt. Only
+  what a scene damages itself may be lost.
+- *untrusted resumes*: loads of a checkpoint that was partial, corrupt or suspect at the time, as
+  judged by code of the tests' own.
 - *bitwise*: sample numbers, losses, learning rate, weights, optimizer moments and random numbers
   (Python, NumPy, torch) of each step are those of a run to which nothing happened, each time that
   the step was taken; of a run with a bad step, but for what lies between it and the rollback.
+
+Two ranks train with DDP, four with FSDP2: DDP orders the gradients' buckets anew after its first
+step, so with more than two ranks the first step after any new start is rounded otherwise, with or
+without a guard.
 
 The trainer is a small one on the CPU, the guard the shipped one. Processes are forked from one that
 has imported torch, except under the supervisor. Not tried: a power cut (after SIGKILL the system

@@ -56,7 +56,11 @@ def full_at_each_write(stage: Stage) -> str:
             ended += 1
         run.finish()
     played = len(writes) if stage.thorough else len(writes[::EVERY])
-    return f"{played} writes refused: {played - ended} runs went on, {ended} ended and resumed"
+    return (
+        f"{played} writes refused: {played - ended} runs went on, {ended} ended with a sentence "
+        "(at the first checkpoint, or in a recovery that could not be written down) and were "
+        "resumed"
+    )
 
 
 @contextlib.contextmanager
