@@ -119,7 +119,7 @@ class Experiment:
         path.write_bytes(pickle.dumps(self._plan(**plan)))
         command = [
             Path(sys.executable).with_name("act-alerting"), "supervise",
-            # Twice what starting four processes takes here would be 20 s; a step takes 10 ms.
+            # A step and a save take a tenth of a second here; a start is given its own time.
             "--run-folder", self.run_folder, "--stall-seconds", "6", "--grace-seconds", "2", "--",
             sys.executable, "-m", "torch.distributed.run", "--standalone",
             f"--nproc-per-node={self._ranks}", "-m", "tests.faults.child", path,

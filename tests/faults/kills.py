@@ -19,6 +19,8 @@ from tests.faults.scene import Stage, scene
 KILLS = 50
 QUICK_KILLS = 4
 STEPS_PER_KILL = 8
+LEAST_STEPS = 100
+"""Half a second: of a few kills none may come too late because this process had to wait."""
 START_SECONDS = 0.3
 """A process of these is in its first step after about 0.2 s."""
 
@@ -56,7 +58,7 @@ BAD_STEP = 12
 def at_random(stage: Stage) -> str:
     kills = KILLS if stage.thorough else QUICK_KILLS
     chance = random.Random(5)
-    run = stage.experiment(total=kills * STEPS_PER_KILL, keep=2)
+    run = stage.experiment(total=max(kills * STEPS_PER_KILL, LEAST_STEPS), keep=2)
     when: Counter[str] = Counter()
     plan: dict[str, Any] = {"patient": False, "step_seconds": 0.004}
     while sum(when.values()) < kills:
@@ -72,7 +74,6 @@ def at_random(stage: Stage) -> str:
             time.sleep(chance.random() * 0.01)
         processes[0].kill()
         if run.end(processes) == [0]:
-            # It came to the end first: all that is left is to make the run longer.
             break
         when[_moment(run, before)] += 1
     run.finish()
