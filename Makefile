@@ -10,10 +10,10 @@ INSTALLED := $(VENV)/.installed
 WORKERS := --numprocesses=auto --maxprocesses=4 --dist=loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup servers demo test bench lint fmt clean
+.PHONY: help setup servers demo test test-faults bench lint fmt clean
 
 help: ## list these targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(INSTALLED) servers ## a virtual environment, Prometheus and Alertmanager, inside this folder
 
@@ -31,6 +31,9 @@ demo: setup ## fault, alert, rollback, on real servers (about a minute); ARGS=--
 
 test: setup ## all tests, those with real servers included; ARGS='-k words' chooses
 	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
+
+test-faults: setup ## all faults of recovery, and what each cost; writes build/faults.json (minutes)
+	$(BIN)/python -m tests.faults $(ARGS)
 
 bench: $(INSTALLED) ## what looking costs, side by side; writes build/bench (15 minutes)
 	$(BIN)/python -m tests.benchmarks.probe $(ARGS)

@@ -109,6 +109,9 @@ class Rollback:
             except CheckpointError as error:
                 if starting:
                     raise
+                # A rank that died fails the load on all, which says nothing against the
+                # checkpoint; it fails this too.
+                self._ranks.gather(None)
                 # These very objects saved it, and half of it is in them now: try the next one.
                 corrupt = verdict("corrupt", str(error))
                 self._ranks.lead(partial(self._store.mark, checkpoint, corrupt))

@@ -6,11 +6,7 @@ import pytest
 import torch
 
 from alerting.exceptions import RecoveryHaltedError
-from alerting.recovery.checkpoints import CheckpointStore
-from alerting.recovery.mailbox import Mailbox
-from alerting.recovery.rollback import Rollback
 from alerting.recovery.saver import Saver
-from alerting.recovery.training_state import TrainingState
 from tests.alerting.recovery.trainer import Trainer, read_json, same_as, uninterrupted
 
 FAULT = 18
@@ -148,18 +144,6 @@ class TestRollback:
         assert [r[0] for r in trainer.records] == [1, 2, 1, 2, 3, 4, 5]
         with pytest.raises(RecoveryHaltedError, match="no healthy checkpoint"):
             run_with_fault(Trainer(tmp_path / "b"), faults=(1,), total=5)
-
-    def test_a_damaged_checkpoint_is_passed_over(self, tmp_path, reference):
-        trainer = Trainer(tmp_path, settings=KEEP)
-
-        def damage():
-            path = tmp_path / "checkpoints" / "step-00000015-g0" / "rank-00000.pt"
-            path.write_bytes(path.read_bytes()[:100])
-
-        (request,) = run_with_fault(trainer, on_fault=damage)
-        assert trainer.control.read_answer(request).resumed_step == 10
-        assert trainer.health("step-00000015-g0") == "corrupt"
-        assert trainer.records[FAULT:] == reference[10:]
 
     def test_one_that_fails_half_way_is_passed_over(self, tmp_path, monkeypatch, reference):
         trainer = Trainer(tmp_path, settings=KEEP)
@@ -305,14 +289,6 @@ class TestRequests:
         assert "seen no bad step" in again.detail
         assert generation(trainer) == 1
 
-    def test_a_request_of_another_run_is_refused(self, tmp_path):
-        trainer = Trainer(tmp_path)
-        for step, batch in trainer.guard.steps(10):
-            trainer.train_step(step, batch)
-            if step == 3:
-                request = trainer.ask("checkpoint", run="other")
-        assert trainer.control.read_answer(request).result == "refused"
-
     def test_a_backup_on_request(self, tmp_path, reference):
         trainer = Trainer(tmp_path)
         for step, batch in trainer.guard.steps(30):
@@ -371,14 +347,6 @@ class TestRequests:
         assert trainer.control.read_answer(request).step == 12
         assert len([n for n in trainer.names() if "backup" in n]) == 1
 
-    def test_a_mangled_request_does_not_stop_training(self, tmp_path, reference):
-        trainer = Trainer(tmp_path)
-        for step, batch in trainer.guard.steps(30):
-            trainer.records.append(trainer.train_step(step, batch))
-            if step == 5:
-                (tmp_path / "control" / "requests" / "recover.json").write_text("{")
-        assert trainer.records == reference
-
 
 class TestBudget:
     def test_spent_it_halts_and_says_so(self, tmp_path):
@@ -436,80 +404,3 @@ class TestHealth:
         trainer = Trainer(tmp_path, settings=KEEP)
         run_with_fault(trainer, actions=(), total=30)
         assert trainer.health("step-00000010-g0") == "pending"
-
-
-class Crash(BaseException):
-    """The process dies here."""
-
-
-CRASHES = [
-    (Mailbox, "tell"),
-    (Saver, "save_now"),
-    (Saver, "_first_health"),
-    (Rollback, "mark_suspects"),
-    (CheckpointStore, "mark"),
-    (Rollback, "_candidates"),
-    (Rollback, "_is_whole"),
-    (Rollback, "_settle_on"),
-    (TrainingState, "restore"),
-    (Mailbox, "answer"),
-]
-
-
-class TestCrash:
-    """The process dies at some point of a recovery; the next one ends in the same place."""
-
-    @pytest.mark.parametrize("when", ["before", "after"])
-    @pytest.mark.parametrize(("owner", "method"), CRASHES, ids=lambda v: getattr(v, "__name__", v))
-    def test_in_the_middle_of_a_recovery(
-        self, tmp_path, monkeypatch, reference, owner, method, when
-    ):
-        first = Trainer(tmp_path, settings=KEEP)
-        original = getattr(owner, method)
-
-        def dying(self, *args, **kwargs):
-            monkeypatch.setattr(Saver, "close", lambda self: None)  # the dead clean up nothing
-            if when == "after":
-                original(self, *args, **kwargs)
-            raise Crash
-
-        with pytest.raises(Crash):
-            run_with_fault(
-                first,
-                actions=("checkpoint", "recover"),
-                on_fault=lambda: monkeypatch.setattr(owner, method, dying),
-            )
-        monkeypatch.undo()
-        # Before the intent is on disk the crash is one like any other: resumed from the newest.
-        begun = read_json(tmp_path / "guard.json")["recovery"] is not None
-        second = Trainer(tmp_path, settings=KEEP)
-        assert second.run(28) == reference[15:28]
-        if not begun:
-            assert (owner, method) == (Mailbox, "tell")
-            return
-        assert generation(second) == 1
-        assert read_json(tmp_path / "guard.json")["rollbacks_used"] == 1
-        assert read_json(tmp_path / "guard.json")["recovery"] is None
-        answers = [read_json(p) for p in (tmp_path / "control" / "answers").glob("*.json")]
-        recover = next(a for a in answers if a["action"] == "recover")
-        assert (recover["result"], recover["resumed_from"]) == ("done", "step-00000015-g0")
-        assert len(answers) == 2
-        assert not list((tmp_path / "control" / "requests").glob("*.json"))
-
-    def test_twice_in_a_row(self, tmp_path, monkeypatch, reference):
-        def dying(self, *args, **kwargs):
-            raise Crash
-
-        trainer = Trainer(tmp_path, settings=KEEP)
-        restore = TrainingState.restore
-        with pytest.raises(Crash):
-            run_with_fault(
-                trainer, on_fault=lambda: monkeypatch.setattr(TrainingState, "restore", dying)
-            )
-        with pytest.raises(Crash):
-            Trainer(tmp_path, settings=KEEP).run()
-        monkeypatch.setattr(TrainingState, "restore", restore)
-        last = Trainer(tmp_path, settings=KEEP)
-        assert last.run(28) == reference[15:28]
-        assert generation(last) == 1
-        assert last.control.status().rollbacks_left == 1
