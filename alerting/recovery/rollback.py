@@ -17,7 +17,7 @@ from alerting.recovery.health import verdict
 from alerting.recovery.ledger import LedgerFile, Recovery
 from alerting.recovery.lineage import Checkpoint, before_onset, choose, line, too_late
 from alerting.recovery.ranks import Ranks
-from alerting.recovery.training_state import TrainingState
+from alerting.recovery.state import State
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class Rollback:
         self,
         *,
         store: CheckpointStore,
-        state: TrainingState,
+        state: State,
         ledger: LedgerFile,
         ranks: Ranks,
         onset_margin_steps: int,
