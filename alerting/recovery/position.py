@@ -36,7 +36,9 @@ class LoaderPosition:
         if loader is not None and _length(loader) == 0:
             raise ConfigError("the loader is empty")
         self._loader = loader
-        self._stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+        # Accelerate's loader has the methods whether or not the one that it wraps has.
+        keeper = getattr(loader, "base_dataloader", loader)
+        self._stateful = hasattr(keeper, "state_dict") and hasattr(keeper, "load_state_dict")
         self._iterator: Iterator[Any] | None = None
         self._epoch = 0
         self._batch = 0

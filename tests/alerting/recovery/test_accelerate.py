@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -15,10 +16,13 @@ from alerting.recovery import TrainingGuard
 from tests.alerting.recovery.trainer import FakeDetector, Numbered, open_request
 
 
-def train(folder: Path, *, fault: int | None = None, stop: int | None = None) -> list[list[Any]]:
+def train(
+    folder: Path, *, stateful: bool, fault: int | None = None, stop: int | None = None
+) -> list[list[Any]]:
     """A record of each step taken; a fault happens once, a stop leaves the loop."""
     torch.manual_seed(0)
-    accelerator = Accelerator(cpu=True)
+    configuration = DataLoaderConfiguration(use_stateful_dataloader=stateful)
+    accelerator = Accelerator(cpu=True, dataloader_config=configuration)
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
     adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
     cosine = torch.optim.lr_scheduler.CosineAnnealingLR(adam, T_max=40)
@@ -55,19 +59,24 @@ def train(folder: Path, *, fault: int | None = None, stop: int | None = None) ->
     return records
 
 
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
-    return train(tmp_path_factory.mktemp("reference"))
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "stateful"])
+def reference(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[bool, list[list[Any]]]:
+    """Whether the loader keeps a state, and the run that nothing happens to."""
+    return request.param, train(tmp_path_factory.mktemp("reference"), stateful=request.param)
 
 
 def test_a_rollback_is_bitwise_as_if_nothing_had_happened(tmp_path, reference):
-    records = train(tmp_path, fault=13)
-    assert len(records) > len(reference) == 20
-    assert list({record[0]: record for record in records}.values()) == reference
+    stateful, whole = reference
+    records = train(tmp_path, stateful=stateful, fault=13)
+    assert len(records) > len(whole) == 20
+    assert list({record[0]: record for record in records}.values()) == whole
 
 
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, reference):
-    train(tmp_path, stop=14)
-    records = train(tmp_path)
+    stateful, whole = reference
+    train(tmp_path, stateful=stateful, stop=14)
+    records = train(tmp_path, stateful=stateful)
     assert records[0][0] > 1
-    assert records == reference[records[0][0] - 1 :]
+    assert records == whole[records[0][0] - 1 :]
