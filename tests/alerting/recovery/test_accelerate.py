@@ -15,6 +15,9 @@ from torch.utils.data import DataLoader
 from alerting.recovery import TrainingGuard
 from tests.alerting.recovery.trainer import FakeDetector, Numbered, open_request
 
+# torchdata calls it whenever a loader is made.
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+
 
 def train(
     folder: Path, *, stateful: bool, fault: int | None = None, stop: int | None = None
