@@ -12,20 +12,15 @@ from accelerate.utils import DataLoaderConfiguration
 from torch import nn
 from torch.utils.data import DataLoader
 
+from alerting.exceptions import ConfigError
 from alerting.recovery import TrainingGuard
 from tests.alerting.recovery.trainer import FakeDetector, Numbered, open_request
 
-# torchdata calls it whenever a loader is made.
-pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 
-
-def train(
-    folder: Path, *, stateful: bool, fault: int | None = None, stop: int | None = None
-) -> list[list[Any]]:
+def train(folder: Path, *, fault: int | None = None, stop: int | None = None) -> list[list[Any]]:
     """A record of each step taken; a fault happens once, a stop leaves the loop."""
     torch.manual_seed(0)
-    configuration = DataLoaderConfiguration(use_stateful_dataloader=stateful)
-    accelerator = Accelerator(cpu=True, dataloader_config=configuration)
+    accelerator = Accelerator(cpu=True)
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
     adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
     cosine = torch.optim.lr_scheduler.CosineAnnealingLR(adam, T_max=40)
@@ -62,24 +57,31 @@ def train(
     return records
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["plain", "stateful"])
-def reference(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[bool, list[list[Any]]]:
-    """Whether the loader keeps a state, and the run that nothing happens to."""
-    return request.param, train(tmp_path_factory.mktemp("reference"), stateful=request.param)
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
+    return train(tmp_path_factory.mktemp("reference"))
 
 
 def test_a_rollback_is_bitwise_as_if_nothing_had_happened(tmp_path, reference):
-    stateful, whole = reference
-    records = train(tmp_path, stateful=stateful, fault=13)
-    assert len(records) > len(whole) == 20
-    assert list({record[0]: record for record in records}.values()) == whole
+    records = train(tmp_path, fault=13)
+    assert len(records) > len(reference) == 20
+    assert list({record[0]: record for record in records}.values()) == reference
 
 
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, reference):
-    stateful, whole = reference
-    train(tmp_path, stateful=stateful, stop=14)
-    records = train(tmp_path, stateful=stateful)
+    train(tmp_path, stop=14)
+    records = train(tmp_path)
     assert records[0][0] > 1
-    assert records == whole[records[0][0] - 1 :]
+    assert records == reference[records[0][0] - 1 :]
+
+
+# torchdata calls it whenever a loader is made.
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+def test_its_own_way_to_a_place_in_the_data_is_refused(tmp_path):
+    configuration = DataLoaderConfiguration(use_stateful_dataloader=True)
+    accelerator = Accelerator(cpu=True, dataloader_config=configuration)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    loader = accelerator.prepare(DataLoader(Numbered(), batch_size=4, shuffle=True))
+    with pytest.raises(ConfigError, match="use_stateful_dataloader"):
+        TrainingGuard(tmp_path, model=model, optimizer=optimizer, loader=loader)
