@@ -6,10 +6,13 @@ object with these members serves, another team's monitor too.
 
 from __future__ import annotations
 
+import logging
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry
+
+log = logging.getLogger(__name__)
 
 
 class Detector(Protocol):
@@ -53,6 +56,17 @@ class Detector(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up what `state_dict` gave."""
         ...
+
+
+def take_over(detector: Detector, state: dict[str, Any]) -> None:
+    """Give `detector` what its `state_dict` gave when a checkpoint was saved."""
+    if not state:
+        return
+    try:
+        detector.load_state_dict(state)
+    except Exception as error:
+        # What it has learnt is worth some hundred steps, never the checkpoint.
+        log.warning("the exporter's state is not taken over, it learns anew: %s", error)
 
 
 class Unwatched:

@@ -40,7 +40,16 @@ class LoaderPosition:
         if loader is not None and _length(loader) == 0:
             raise ConfigError("the loader is empty")
         self._loader = loader
-        self._stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+        if getattr(loader, "use_stateful_dataloader", False):
+            # Tried: after a rollback within an epoch it gave other batches.
+            raise ConfigError(
+                "Accelerate's use_stateful_dataloader does not lead back to the same batches: "
+                "leave it off, then they are skipped to"
+            )
+        # Accelerate's loader has the methods even where it keeps no state.
+        self._stateful = not hasattr(loader, "base_dataloader") and (
+            hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+        )
         self._iterator: Iterator[Any] | None = None
         self._epoch = 0
         self._batch = 0

@@ -18,8 +18,8 @@ from alerting.recovery.ledger import LedgerFile, Recovery
 from alerting.recovery.lineage import Checkpoint, before_onset, choose, line, too_late
 from alerting.recovery.ranks import Ranks
 from alerting.recovery.remedies import Applied, Remedies
-from alerting.recovery.training_state import TrainingState
-from alerting.recovery.treatment import Treatment
+from alerting.recovery.state import State
+from alerting.recovery.treatment import Treatment, Untreated
 
 log = logging.getLogger(__name__)
 
@@ -31,12 +31,12 @@ class Rollback:
         self,
         *,
         store: CheckpointStore,
-        state: TrainingState,
+        state: State,
         ledger: LedgerFile,
         ranks: Ranks,
         onset_margin_steps: int,
         remedies: Remedies,
-        treatment: Treatment,
+        treatment: Treatment | Untreated,
     ) -> None:
         self._ranks = ranks
         self._store = store

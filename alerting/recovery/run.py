@@ -33,10 +33,10 @@ from alerting.recovery.saver import Saver
 from alerting.recovery.schedule import Schedule
 from alerting.recovery.settings import Settings
 from alerting.recovery.signals import Signals
+from alerting.recovery.state import State
 from alerting.recovery.step_times import FILE as STEPS_FILE
 from alerting.recovery.step_times import StepTimes
-from alerting.recovery.training_state import TrainingState
-from alerting.recovery.treatment import Treatment
+from alerting.recovery.treatment import Treatment, Untreated
 
 log = logging.getLogger(__name__)
 
@@ -61,16 +61,16 @@ class GuardedRun:
         folder: Path,
         name: str,
         *,
-        state: TrainingState,
+        state: State,
         detector: Detector,
         watched: bool,
         ranks: Ranks,
         settings: Settings,
         remedies: Remedies,
-        treatment: Treatment,
+        treatment: Treatment | Untreated,
     ) -> None:
         self._folder = folder
-        self._position = state.position
+        self._state = state
         self._treatment = treatment
         self._detector = detector
         self._ranks = ranks
@@ -110,7 +110,7 @@ class GuardedRun:
             detector=detector,
             ranks=ranks,
             step_times=self._step_times,
-            position=state.position,
+            position=treatment.position,
             watched=watched,
             restart=settings.recover_by == "restart",
             detection_lag_seconds=settings.detection_lag_seconds,
@@ -140,17 +140,30 @@ class GuardedRun:
 
     def begin(self) -> int:
         """Stand at the step to go on from: 0, or that of a checkpoint."""
+        step = self.resume()
+        return self.begin_anew() if step is None else step
+
+    def resume(self) -> int | None:
+        """Stand at the step of a checkpoint; None where there is none and the run is to begin."""
         found = self._ranks.lead(self._find)
         if found == "nothing":
-            step = self._begin_anew()
-        else:
-            if found == "checkpoints":
-                checkpoint = self._resume()
-            else:
-                checkpoint = self._procedure.take_up(found)
-            step = self._go_on_from(checkpoint)
+            return None
+        checkpoint = self._newest() if found == "checkpoints" else self._procedure.take_up(found)
+        step = self._go_on_from(checkpoint)
         self._agreement.propose(step, lambda: self._vote(step))
         return step
+
+    def begin_anew(self) -> int:
+        """Save step 0, after `resume` found nothing, and stand there."""
+        self._state.start()
+        self._detector.reset(0)
+        self._detector.step(0)
+        # Waited for: so there is always one to go back to, and a disk or an object that cannot be
+        # saved shows now and not in the night.
+        self._confirmations.add(self.saver.save_now(0, "periodic"))
+        self._ranks.lead(self._set_out)
+        self._agreement.propose(0, lambda: self._vote(0))
+        return 0
 
     def boundary(self, step: int, *, last: bool) -> int:
         """What there is to do after step `step`; the step that the run stands at afterwards.
@@ -197,16 +210,6 @@ class GuardedRun:
             return self._ledger.now.recovery
         return "checkpoints" if checkpoints else "nothing"
 
-    def _begin_anew(self) -> int:
-        self._position.start()
-        self._detector.reset(0)
-        self._detector.step(0)
-        # Waited for: so there is always one to go back to, and a disk or an object that cannot be
-        # saved shows now and not in the night.
-        self._confirmations.add(self.saver.save_now(0, "periodic"))
-        self._ranks.lead(self._set_out)
-        return 0
-
     def _set_out(self) -> None:
         # Only now: a run that guard.json tells of is never begun anew.
         self._ledger.update(phase="running")
@@ -215,7 +218,7 @@ class GuardedRun:
         self._show()
         self._mailbox.tell("running", 0)
 
-    def _resume(self) -> Checkpoint:
+    def _newest(self) -> Checkpoint:
         try:
             checkpoint = self._rollback.resume()
         except RecoveryHaltedError:

@@ -8,19 +8,15 @@ boundary.
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
 from concurrent.futures import Executor, Future
 from pathlib import Path
-
-import torch
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from alerting.files import sync_folder
 from alerting.recovery.checkpoints import stored_file
 from alerting.recovery.manifest import Manifest, StoredFile
 from alerting.recovery.ranks import Ranks
-from alerting.recovery.training_state import Snapshot, rank_file
+from alerting.recovery.state import Snapshot
 
 
 class Save:
@@ -54,24 +50,13 @@ class Save:
 
 
 def _write(snapshot: Snapshot, draft: Manifest, folder: Path, ranks: Ranks, began: float) -> float:
-    alone = ranks.group is None
     with ranks.united():
-        save(snapshot.sharded, checkpoint_id=folder, process_group=ranks.group, no_dist=alone)
-        with (folder / rank_file(ranks.rank)).open("wb") as file:
-            torch.save(snapshot.rank, file)
-            file.flush()
-            os.fsync(file.fileno())
-        files = {path.name: stored_file(path) for path in _own(folder, ranks.rank)}
+        own = snapshot.write(folder, ranks)
+        files = {str(path.relative_to(folder)): stored_file(path) for path in own}
         sync_folder(folder)
     parts = ranks.gather(files)
     ranks.lead(lambda: _complete(draft, parts, folder))
     return time.monotonic() - began
-
-
-def _own(folder: Path, rank: int) -> list[Path]:
-    """What this rank has written: torch.distributed.checkpoint puts the rank into its names."""
-    names = [rank_file(rank), *([".metadata"] if rank == 0 else [])]
-    return [folder / name for name in names] + sorted(folder.glob(f"__{rank}_*"))
 
 
 def _complete(draft: Manifest, parts: list[dict[str, StoredFile]], folder: Path) -> None:

@@ -17,7 +17,7 @@ from alerting.recovery.lineage import Checkpoint, before_onset, expendable, line
 from alerting.recovery.manifest import RESUMABLE, Kind, Manifest
 from alerting.recovery.ranks import Ranks
 from alerting.recovery.save import Save
-from alerting.recovery.training_state import TrainingState
+from alerting.recovery.state import State
 from alerting.recovery.versions import versions
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class Saver:
         self,
         *,
         store: CheckpointStore,
-        state: TrainingState,
+        state: State,
         onset: Callable[[], int | None],
         ledger: LedgerFile,
         ranks: Ranks,
@@ -77,15 +77,15 @@ class Saver:
             CheckpointError: it could not begin. Counted and cleared away.
         """
         draft = self._ranks.lead(lambda: self._draft(step, kind))
+        folder = self._store.unpublished(draft.name)
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="act-checkpoint")
         try:
             # No rank begins to write before each has its copy, or it would wait for the others'.
             with self._ranks.united():
-                snapshot = self._state.capture(step)
+                snapshot = self._state.capture(step, folder)
         except FAILURES as error:
             raise self._failed(draft, error) from error
-        folder = self._store.unpublished(draft.name)
         self._save = Save(snapshot, draft, folder, self._writers, self._executor)
 
     def publish(self) -> Checkpoint | None:
@@ -153,7 +153,7 @@ class Saver:
             parent=parent[0] if parent else None,
             ancestors=tuple(old for old in parent[1:] if (store.path / old).exists()),
             world_size=self._ranks.size,
-            data=self._state.position.data,
+            data=self._state.data,
             versions=versions(),
             created_at=time.time(),
             files={},

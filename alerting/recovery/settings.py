@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, TypedDict, get_args
 
 from alerting.exceptions import ConfigError
 from alerting.recovery.detector import Detector
@@ -12,13 +12,8 @@ from alerting.recovery.detector import Detector
 RecoverBy = Literal["rollback", "restart"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
-    """As `TrainingGuard` documents them.
-
-    Raises:
-        ConfigError: one of them makes no sense.
-    """
+class GivenSettings(TypedDict, total=False):
+    """Those of `Settings` that were given, by keyword."""
 
     save_every_steps: int
     save_every_seconds: float
@@ -29,6 +24,25 @@ class Settings:
     check_every: int
     recover_by: RecoverBy
     detection_lag_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """As `TrainingGuard` documents them, which has a reason beside each default.
+
+    Raises:
+        ConfigError: one of them makes no sense.
+    """
+
+    save_every_steps: int = 500
+    save_every_seconds: float = 900
+    keep: int = 3
+    onset_margin_steps: int = 10
+    confirm_after_steps: int = 100
+    max_rollbacks: int = 2
+    check_every: int = 1
+    recover_by: RecoverBy = "rollback"
+    detection_lag_seconds: float = 60
 
     def __post_init__(self) -> None:
         require_whole("save_every_steps", self.save_every_steps, 1)

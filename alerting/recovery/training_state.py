@@ -5,7 +5,7 @@ Model and optimizer go through torch.distributed.checkpoint, everything else int
 
 from __future__ import annotations
 
-import logging
+import os
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,25 +23,17 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from alerting.exceptions import CheckpointError, ConfigError
 from alerting.recovery import rng
-from alerting.recovery.detector import Detector
+from alerting.recovery.detector import Detector, take_over
 from alerting.recovery.failures import FAILURES, cause
+from alerting.recovery.manifest import DataPosition
 from alerting.recovery.position import LoaderPosition
 from alerting.recovery.ranks import Ranks
 from alerting.recovery.staging import staged
-
-log = logging.getLogger(__name__)
-
-
-def rank_file(rank: int) -> str:
-    """The name of the file of what is a rank's own.
-
-    A file a rank: random states differ between ranks, and torch.distributed.checkpoint keeps one
-    value of a key that several ranks save.
-    """
-    return f"rank-{rank:05d}.pt"
+from alerting.recovery.state import rank_file
 
 
 class Stateful(Protocol):
@@ -67,6 +59,19 @@ class Snapshot:
 
     sharded: dict[str, Any]
     rank: dict[str, Any]
+
+    def write(self, folder: Path, ranks: Ranks) -> list[Path]:
+        """See `alerting.recovery.state.Snapshot`."""
+        alone = ranks.group is None
+        save(self.sharded, checkpoint_id=folder, process_group=ranks.group, no_dist=alone)
+        own = folder / rank_file(ranks.rank)
+        with own.open("wb") as file:
+            torch.save(self.rank, file)
+            file.flush()
+            os.fsync(file.fileno())
+        # torch.distributed.checkpoint puts the rank into its names.
+        metadata = [folder / ".metadata"] if ranks.rank == 0 else []
+        return [own, *metadata, *sorted(folder.glob(f"__{ranks.rank}_*"))]
 
 
 class TrainingState:
@@ -96,7 +101,7 @@ class TrainingState:
         for name, value in self._others.items():
             if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
                 raise ConfigError(f"{name} has no state_dict and load_state_dict")
-        self.position = position
+        self._position = position
         self._detector = detector
         self._ranks = ranks
         # Its buffers are used again by the next save: first use of fresh memory took 0.5 s for 350
@@ -111,7 +116,16 @@ class TrainingState:
             )
         )
 
-    def capture(self, step: int) -> Snapshot:
+    @property
+    def data(self) -> DataPosition | None:
+        """See `alerting.recovery.state.State`."""
+        return self._position.data
+
+    def start(self) -> None:
+        """See `alerting.recovery.state.State`."""
+        self._position.start()
+
+    def capture(self, step: int, folder: Path) -> Snapshot:
         """A copy of the state after `step` steps, good until the next one is made.
 
         Raises:
@@ -135,7 +149,7 @@ class TrainingState:
             "others": {
                 name: staged(value.state_dict(), name) for name, value in self._others.items()
             },
-            "position": staged(self.position.state_dict(), "the loader's position"),
+            "position": staged(self._position.state_dict(), "the loader's position"),
             "detector": staged(self._detector.state_dict(), "the exporter's state"),
             "rng": staged(rng.capture(), "the random state"),
         }
@@ -179,23 +193,14 @@ class TrainingState:
             self._load_sharded(target, reader, rank["optimizer"])
             for name, value in self._others.items():
                 value.load_state_dict(rank["others"][name])
-            self._restore_detector(rank["detector"])
+            take_over(self._detector, rank["detector"])
             self._optimizer.zero_grad(set_to_none=True)
-            self.position.load_state_dict(rank["position"], world_size / ranks.size)
+            self._position.load_state_dict(rank["position"], world_size / ranks.size)
             # After the new iterator, whose making draws from it.
             rng.restore(rank["rng"])
             if source != ranks.rank:
                 # Two ranks with one random state would drop the same activations.
                 rng.reseed(ranks.rank)
-
-    def _restore_detector(self, state: dict[str, Any]) -> None:
-        if not state:
-            return
-        try:
-            self._detector.load_state_dict(state)
-        except Exception as error:
-            # What it has learnt is worth some hundred steps, never the checkpoint.
-            log.warning("the exporter's state is not taken over, it learns anew: %s", error)
 
     def _require_objects(self, name: str, saved: Set[str]) -> None:
         for place, missing in (

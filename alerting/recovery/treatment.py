@@ -25,9 +25,12 @@ class Treatment:
 
     Args:
         optimizer: whose learning rate and gradients are changed.
-        position: in the data.
+        position: of the data, to skip in.
         functions: of the callbacks, by name.
         ranks: how many train.
+
+    Attributes:
+        position: in the data.
     """
 
     def __init__(
@@ -38,7 +41,7 @@ class Treatment:
         ranks: int,
     ) -> None:
         self._optimizer = optimizer
-        self._position = position
+        self.position = position
         self._functions = functions
         self._ranks = ranks
         self._in_force: list[Applied] = []
@@ -79,9 +82,9 @@ class Treatment:
         # Other ranks than then share the data otherwise; what is left of a division is skipped too.
         values = remedy.parameters
         taken = -(-values["last_batch"] * values["ranks"] // self._ranks)
-        if self._position.taken < taken:
+        if self.position.taken < taken:
             log.warning("step %d: %s", step, remedy)
-            self._position.skip_to(taken)
+            self.position.skip_to(taken)
 
     def _call(self, remedy: Applied, in_force: bool) -> None:
         if remedy.kind != "callback":
@@ -147,3 +150,19 @@ class Treatment:
             total = total / scale
         for parameters in parts.values():
             clip_grads_with_norm_(parameters, max_norm, total)
+
+
+class Untreated:
+    """Stands in where a framework owns the loop, the data and the optimizer: no remedy is given."""
+
+    def __init__(self) -> None:
+        self.position = LoaderPosition(None)
+
+    def begin(self, remedies: Iterable[Applied], step: int) -> None:
+        """Nothing holds."""
+
+    def step(self, step: int) -> None:
+        """Nothing ends."""
+
+    def end(self) -> None:
+        """Nothing to end."""

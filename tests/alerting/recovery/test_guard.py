@@ -685,10 +685,10 @@ class TestMetrics:
         own = {"run": "toy", "rank": "0"}
         seen = []
 
-        def capture(step):
+        def capture(step, folder):
             value = trainer.detector.registry.get_sample_value("act_rollback_budget_remaining", own)
             seen.append(value)
-            return original(step)
+            return original(step, folder)
 
         original = trainer.guard._run.saver._state.capture
         monkeypatch.setattr(trainer.guard._run.saver._state, "capture", capture)
