@@ -221,7 +221,7 @@ class TestSaving:
         assert manifest["kind"] == "periodic"
         assert manifest["parent"] == "step-00000010-g0"
         assert manifest["ancestors"] == ["step-00000005-g0", "step-00000000-g0"]
-        assert manifest["data"] == {"epoch": 2, "batch": 1}
+        assert manifest["data"] == {"epoch": 2, "batch": 1, "taken": 15}
 
     def test_or_by_time(self, tmp_path):
         trainer = Trainer(
