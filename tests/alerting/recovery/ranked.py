@@ -97,16 +97,20 @@ class Ranked:
         )
 
     def weight(self) -> float:
-        """One number of all weights, the same on every rank."""
+        """One number of all weights and AdamW's moments, the same on every rank."""
         total = 0.0
         for parameter in self.plain.parameters():
-            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-            total += whole.detach().double().abs().sum().item()
+            moments = self.optimizer.state.get(parameter, {})
+            for held in (parameter, moments.get("exp_avg"), moments.get("exp_avg_sq")):
+                if held is not None:
+                    whole = held.full_tensor() if isinstance(held, DTensor) else held
+                    total += whole.detach().double().abs().sum().item()
         return total
 
     def train_step(self, step: int, batch: Any) -> list[Any]:
         self.trouble(step)
         ids, inputs = batch
+        stood = self.weight()
         self.optimizer.zero_grad()
         loss = (self.model(inputs) - 1).square().mean()
         loss.backward()
@@ -114,7 +118,7 @@ class Ranked:
         self.note.value = step + 1000 * self.rank
         self.wait_for_files()
         draws = torch.rand(()).item(), random.random(), float(np.random.normal())
-        return [step, ids.tolist(), loss.item(), self.weight(), self.note.value, *draws]
+        return [step, ids.tolist(), loss.item(), self.weight(), self.note.value, *draws, stood]
 
     def wait_for_files(self) -> None:
         """These steps take a millisecond: without waiting, saves would fall on any step."""
