@@ -12,11 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from alerting.control import ControlDirectory, Request
+from alerting.control import ControlDirectory
 from alerting.exceptions import CheckpointError, RecoveryHaltedError
 from alerting.exit_codes import RESTART
 from alerting.heartbeat import HeartbeatFile
 from alerting.recovery.agreement import Agreement, Vote
+from alerting.recovery.backup import BackupProcedure
 from alerting.recovery.checkpoints import CheckpointStore
 from alerting.recovery.confirmations import Confirmations
 from alerting.recovery.detector import Detector
@@ -114,6 +115,13 @@ class GuardedRun:
             watched=watched,
             restart=settings.recover_by == "restart",
             detection_lag_seconds=settings.detection_lag_seconds,
+        )
+        self._backup = BackupProcedure(
+            saver=self.saver,
+            mailbox=self._mailbox,
+            ledger=self._ledger,
+            ranks=ranks,
+            onset=self._onset,
         )
         self._confirmations = Confirmations(
             store=self._store,
@@ -289,7 +297,8 @@ class GuardedRun:
             if checkpoint is not None:
                 return self._go_on_from(checkpoint)
         if agreed.back_up:
-            self._back_up(step)
+            self._backup.back_up(step)
+            self._show()
         if agreed.stop:
             self._stop(step, agreed.stop)
         # A save that is still being written is not waited for: the next boundary will do.
@@ -304,31 +313,6 @@ class GuardedRun:
         except CheckpointError:
             # Logged and counted by the saver; the next one is due as ever.
             self._show()
-
-    def _back_up(self, step: int) -> None:
-        request = self._ranks.lead(lambda: self._mailbox.take("checkpoint", step))
-        if request is None:
-            return
-        try:
-            backup = self.saver.save_now(step, "backup")
-        except CheckpointError as error:
-            sentence = str(error)
-            self._ranks.lead(lambda: self._mailbox.answer(request, "failed", sentence, step=step))
-        else:
-            self._ranks.lead(lambda: self._tell_backup(request, backup, step))
-        self._show()
-
-    def _tell_backup(self, request: Request, backup: Checkpoint, step: int) -> None:
-        onset = self._onset()
-        try:
-            # Before the answer: whoever reads it must find the time in the status.
-            self._ledger.update(last_backup_at=backup.manifest.created_at)
-        except OSError as error:
-            self._mailbox.answer(request, "failed", str(error), step=step, onset=onset)
-            return
-        self._mailbox.tell("running", step)
-        detail = f"backed up step {step} as {backup.name}, which is {backup.health.health}"
-        self._mailbox.answer(request, "done", detail, step=step, onset=onset, made=backup)
 
     def _stop(self, step: int, number: int) -> None:
         """Save and leave, as a signal has told one of the ranks."""
