@@ -232,7 +232,7 @@ def run(quick: bool, parent: Path) -> dict[str, Any]:
     """All parts, one after the other."""
     load = os.getloadavg()[0]
     fresh = folders(parent)
-    saves = measure_saves(next(fresh), 5 if quick else 100, 2 if quick else 7)
+    saves = measure_saves(next(fresh), 5 if quick else 100, 2 if quick else 5)
     agreement: dict[str, Any] = {}
     combinations = [(ranks, every) for ranks in RANKS for every in EVERY]
     for ranks, every in track(combinations, description="agreement", transient=True):
@@ -241,7 +241,8 @@ def run(quick: bool, parent: Path) -> dict[str, Any]:
     rollback = {}
     for millions in (1,) if quick else (1, 10, 100):
         seconds: dict[str, list[float]] = {"rollback": [], "restart": []}
-        rounds = range(1 if quick else 5)
+        # The largest writes 20 GB a round.
+        rounds = range(1 if quick else 3 if millions >= 100 else 5)
         for _ in track(rounds, description=f"back with {millions} million", transient=True):
             for way, taken in seconds.items():
                 taken.append(measure_return(next(fresh), millions, way))
