@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from alerting.exceptions import CheckpointError
-from alerting.recovery import TrainingGuard
+from alerting.recovery import LowerLearningRate, TrainingGuard
 from tests.alerting.recovery.trainer import (
     FakeDetector,
     Numbered,
@@ -195,6 +195,43 @@ class Masters:
         with torch.no_grad():
             for copied, saved in zip(self.copies, state["copies"], strict=True):
                 copied.copy_(saved)
+
+
+class Watched(torch.optim.AdamW):
+    """Notes the rate that each step is really taken with."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.rates = []
+
+    def step(self, closure=None):
+        self.rates.append(self.param_groups[0]["lr"])
+        return super().step(closure)
+
+
+class TestRemedy:
+    """metaseq: what was to be tried after a rollback was overwritten by the load (C12)."""
+
+    def test_the_steps_after_the_load_are_taken_with_the_remedy(self, tmp_path):
+        trainer = Trainer(
+            tmp_path,
+            settings={"remedies": {1: [LowerLearningRate(0.5, steps=3)]}},
+            optimizer_kind=Watched,
+        )
+        for step, batch in trainer.guard.steps(20):
+            if step == 13 and not trainer.detector.resets[1:]:
+                trainer.break_model()
+                trainer.ask("recover")
+            trainer.records.append(trainer.train_step(step, batch))
+        # Step 13 was bad and 10 the last good checkpoint: 11, 12 and 13 came again, and slower.
+        # Left out is the step at a rate of 0 by which torch makes a state to load into.
+        rates = [rate for rate in trainer.optimizer.rates if rate]
+        before, again = rates[10:13], rates[13:17]
+        assert again[:3] == [pytest.approx(rate / 2) for rate in before]
+        assert again[3] == trainer.records[15][3]  # what the scheduler left after the third of them
+        # What people see of it: the answer and the manifest of the next checkpoint.
+        [answer] = (tmp_path / "control" / "answers").glob("*.json")
+        assert "learning rate times 0.5 until step 13" in read_json(answer)["detail"]
 
 
 class TestMasters:
