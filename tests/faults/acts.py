@@ -12,9 +12,10 @@ from typing import Any, NoReturn
 
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from alerting.control import Action, ControlDirectory, Request, new_request_id
+from alerting.control import Action, ControlDirectory
 from alerting.recovery import save
 from alerting.recovery.training_state import TrainingState
+from tests.alerting.recovery.trainer import request_of
 from tests.faults.child import Child
 from tests.faults.deadline import until
 
@@ -37,14 +38,7 @@ def ask(
     action: Action, child: Child, *, run: str = "toy", generation: int = 0, apart: float = 0.0
 ) -> bool:
     """Open a request, as a receiver does whose clock is so many seconds ahead."""
-    request = Request(
-        id=new_request_id(),
-        run=run,
-        generation=generation,
-        action=action,
-        alert="Test",
-        created_at=time.time() + apart,
-    )
+    request = request_of(action, generation, run, time.time() + apart)
     return ControlDirectory(child.plan.run_folder / "control").claim(request)
 
 

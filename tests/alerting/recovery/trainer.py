@@ -208,15 +208,14 @@ class Trainer:
         return read_json(self.folder / "checkpoints" / name / "health.json")["health"]
 
 
-def open_request(
-    folder: Path,
+def request_of(
     action: Action,
     generation: int = 0,
     run: str = "toy",
     created_at: float | None = None,
-) -> str:
-    """Ask the guard of the run folder, as the receiver does: now, or at another time."""
-    request = Request(
+) -> Request:
+    """A request as the receiver makes it: now, or at another time."""
+    return Request(
         id=new_request_id(),
         run=run,
         generation=generation,
@@ -224,6 +223,17 @@ def open_request(
         alert="Test",
         created_at=time.time() if created_at is None else created_at,
     )
+
+
+def open_request(
+    folder: Path,
+    action: Action,
+    generation: int = 0,
+    run: str = "toy",
+    created_at: float | None = None,
+) -> str:
+    """Ask the guard of the run folder, as the receiver does."""
+    request = request_of(action, generation, run, created_at)
     assert ControlDirectory(folder / "control").claim(request)
     return request.id
 
