@@ -10,7 +10,7 @@ INSTALLED := $(VENV)/.installed
 WORKERS := --numprocesses=auto --maxprocesses=4 --dist=loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup servers demo test test-faults bench lint fmt clean
+.PHONY: help setup servers browser demo dashboards test test-faults bench lint fmt clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,10 +26,16 @@ $(INSTALLED): pyproject.toml constraints.txt
 servers:
 	@sh deploy/servers.sh .servers
 
+browser:
+	@sh tests/node/setup.sh
+
 demo: setup ## fault, alert, rollback, on real servers (about a minute); ARGS=--keep leaves them up
 	@$(BIN)/python -m deploy.demo $(ARGS)
 
-test: setup ## all tests, those with real servers included; ARGS='-k words' chooses
+dashboards: $(INSTALLED) ## render grafana/dashboards from grafana/build.py
+	$(BIN)/python grafana/build.py
+
+test: setup browser ## all tests, those with real servers included; ARGS='-k words' chooses
 	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
 test-faults: setup ## all faults of recovery, and what each cost; writes build/faults.json (minutes)
@@ -48,4 +54,4 @@ fmt: $(INSTALLED) ## let ruff format and mend what it can
 	$(BIN)/ruff check --fix .
 
 clean: ## remove what the other targets made
-	rm -rf $(VENV) .servers build dist
+	rm -rf $(VENV) .servers tests/node/node_modules build dist
