@@ -257,13 +257,15 @@ class GuardedRun:
                     # The budget may be whole again.
                     self._mailbox.tell("running", step)
                     self._show()
-                self._procedure.drill(step, self._onset())
         except Exception as error:
             self._failure = error
 
     def _vote(self, step: int) -> Vote:
         leads = self._ranks.rank == 0
         try:
+            if leads:
+                # Here, as files are looked for no more often than votes are cast.
+                self._procedure.drill(step, self._onset())
             return Vote(
                 recover=leads and self._mailbox.find("recover") is not None,
                 back_up=leads and self._mailbox.find("checkpoint") is not None,
