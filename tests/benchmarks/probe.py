@@ -18,8 +18,8 @@ from __future__ import annotations
 import copy
 import json
 import statistics
-import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from act_exporter.layers import find_taps
 from act_exporter.statistics import add_on_cpu, empty_rows
 from deploy.demo.train import BYTES, GPT
 from tests.benchmarks.report import parser_of, setting, write
+from tests.benchmarks.turns import Runs, over, timed
 
 SHAPES = ((4, 512, 768), (8, 512, 1024))
 DTYPES = (torch.float32, torch.bfloat16)
@@ -46,29 +47,6 @@ between two cold runs."""
 
 
 EVICTING = torch.zeros(COLD_BYTES, dtype=torch.uint8)
-
-Runs = dict[str, Callable[[], object]]
-
-
-def timed(runs: Runs, rounds: int, *, cold: bool = False) -> dict[str, list[float]]:
-    """Seconds of each, run in turns, in another order each second round; the first warms up."""
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for number in range(rounds + 1):
-        ordered = list(runs.items())
-        for name, run in ordered if number % 2 else reversed(ordered):
-            if cold:
-                EVICTING.add_(1)
-            started = time.perf_counter()
-            run()
-            if number:
-                seconds[name].append(time.perf_counter() - started)
-    return seconds
-
-
-def over(seconds: dict[str, list[float]], name: str, other: str) -> float:
-    """Median of the quotients of each round: what slows a round down slows both."""
-    pairs = zip(seconds[name], seconds[other], strict=True)
-    return statistics.median(one / another for one, another in pairs)
 
 
 def naive(x: torch.Tensor) -> list[float]:
@@ -114,7 +92,8 @@ def measure_tensors(rounds: int) -> list[dict[str, Any]]:
     }
     for _ in track(range(rounds), "tensors"):
         for case, runs in cases.items():
-            for name, seconds in timed(runs, 1, cold=case[2]).items():
+            evict = partial(EVICTING.add_, 1) if case[2] else lambda: None
+            for name, seconds in timed(runs, 1, before=evict).items():
                 took[case][name] += seconds
     return [
         {
