@@ -124,9 +124,11 @@ def _pair(x: Column, y: Column) -> xychart.XYSeriesConfig:
     def named(column: Column) -> xychart.MatcherConfig:
         return xychart.MatcherConfig().id("byName").options(column.name)
 
+    only = xychart.MatcherConfig().id("byIndex").options(0)
     return (
         xychart.XYSeriesConfig()
         .name(xychart.XychartXYSeriesConfigName().fixed(y.name))
+        .frame(xychart.XychartXYSeriesConfigFrame().matcher(only))
         .x(xychart.XychartXYSeriesConfigX().matcher(named(x)))
         .y(xychart.XychartXYSeriesConfigY().matcher(named(y)))
     )

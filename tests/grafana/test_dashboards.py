@@ -165,7 +165,7 @@ def test_every_alert_stands_on_a_panel_with_its_number_and_its_runbook(name: str
             continue
         falling = re.search(r" (<=?|==) ", expression) is not None
         steps = panel.thresholds
-        [place] = [
+        *_, place = [
             place
             for place, step in enumerate(steps)
             if step.value is not None and abs(step.value - float(number[1])) <= 0.001
