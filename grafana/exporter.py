@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from grafana_foundation_sdk.builders import stat, statetimeline, table, timeseries
+from grafana_foundation_sdk.models.common import BigValueTextMode
 
 from grafana import machines
 from grafana.boards import Board, rank
 from grafana.panels import Row, instant, lines, number, query, row_query, timeline
+from grafana.rules import limit
 from grafana.selection import RUN, rate
 from grafana.tables import Column, rows
 
@@ -41,7 +43,7 @@ def _state() -> list[stat.Panel]:
         number(
             "Overhead",
             "Share of the training time that looking costs; known after a thousand steps. Below "
-            "1 % is good; above it the exporter looks at fewer steps by itself.",
+            f"{limit('ActOverheadHigh'):.0%} is good; above it the exporter looks at fewer steps.",
             instant(f"max(act_overhead_ratio{{{_RANKED}}})"),
             unit="percentunit",
             alerts=["ActOverheadHigh"],
@@ -81,9 +83,8 @@ def _state() -> list[stat.Panel]:
             instant(f"max by (version) (act_build_info{{{RUN}}})", "{{version}}"),
             unit="none",
             color="blue",
-            named=True,
             width=4,
-        ),
+        ).text_mode(BigValueTextMode.NAME),
     ]
 
 
@@ -127,8 +128,8 @@ def _cost() -> list[timeseries.Panel]:
         ),
         lines(
             "Time in statistics and history",
-            "Of the trainer's host, a second of it. Steady is good. Where overhead is not known "
-            "yet this is its upper bound on a CPU.",
+            "Share of the trainer's time, on its host. Steady is good. Where the overhead is not "
+            "known yet this is its upper bound on a CPU.",
             query(rate("act_probe_seconds_total", _RANKED), "rank {{rank}}"),
             unit="percentunit",
         ),

@@ -68,7 +68,6 @@ def first(run: str) -> list[stat.Panel]:
             ),
             unit="none",
             alerts=["ActDiagnosis"],
-            named=True,
             width=4,
         ).text_mode(BigValueTextMode.NAME),
     ]

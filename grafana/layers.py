@@ -6,6 +6,7 @@ import math
 
 from grafana_foundation_sdk.builders import heatmap, timeseries, xychart
 
+from act_exporter.rules import DEFAULTS
 from grafana import causes, incident
 from grafana.boards import Board, rank, several
 from grafana.looks import band, dashed
@@ -93,8 +94,8 @@ def _closely() -> timeseries.Panel:
         "The worst of the chosen layers: absmax, baseline and limits",
         "One layer's largest absolute value, of the chosen ones the worst: choose another above. "
         f"Dashed red is {_HARD:g} times its baseline, dashed green the baseline; the band goes "
-        f"from the mean of its last 500 calm sampled steps to {_SIGMA:g} standard deviations "
-        "above it. Good is a line inside the band.",
+        f"from the mean of its last {DEFAULTS.window} calm sampled steps to {_SIGMA:g} standard "
+        "deviations above it. Good is a line inside the band.",
         *(
             query(worst(1, RATIO, expr), name)
             for name, expr in {
@@ -121,8 +122,8 @@ def _sigma() -> list[timeseries.Panel]:
     return [
         lines(
             "Standard deviations above the window, worst five",
-            "How far the last sampled step is above the mean of the last 500 calm ones. Single "
-            "steps above the line happen in health; several in a row do not.",
+            f"How far the last sampled step is above the mean of the last {DEFAULTS.window} calm "
+            "ones. Single steps above the line happen in health; several in a row do not.",
             query(worst(5, zscore), NAME),
             unit="short",
             alerts=["ActLayerAboveWindow"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from grafana_foundation_sdk.builders import statetimeline, timeseries
 
+from act_exporter.rules import DEFAULTS
 from grafana import incident, receiver
 from grafana.boards import Board, rank
 from grafana.looks import band
@@ -45,8 +46,8 @@ def _loss() -> list[timeseries.Panel]:
     panel = lines(
         "Loss",
         "The loss, and its peak of the last two minutes; the band goes from the mean of the last "
-        f"500 calm sampled steps to {_SIGMA:g} standard deviations above it. Good is a line that "
-        "falls slowly inside the band; at a spike compare when the layers rose.",
+        f"{DEFAULTS.window} calm sampled steps to {_SIGMA:g} standard deviations above it. Good "
+        "is a line that falls slowly inside the band; at a spike compare when the layers rose.",
         query(f"avg by (run) (act_loss{{{_RANKED}}})", "loss"),
         query(_of_ranks("act_loss_peak"), "peak"),
         query(f"{mean} + {_SIGMA:g} * {deviation}", high),
@@ -73,7 +74,8 @@ def _gradient() -> list[timeseries.Panel]:
     return [
         lines(
             "Gradient norm before clipping",
-            "Of all parameters, the loss scale taken out, with the mean of the last 500 calm "
+            "Of all parameters, the loss scale taken out, with the mean of the last "
+            f"{DEFAULTS.window} calm "
             f"sampled steps and {explosion:g} times it. Good is near the mean. One that explodes "
             "while all layers are calm is a wrong backward pass.",
             query(_of_ranks("act_grad_norm_peak"), "peak"),
