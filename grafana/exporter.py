@@ -118,6 +118,7 @@ def _thresholds() -> table.Panel:
 
 def _cost() -> list[timeseries.Panel]:
     return [
+        # Beyond twice the limit only where it is: with nothing to show it would be all above the line.
         lines(
             "Overhead: share of training time",
             "What sampled steps take longer than unsampled ones, per rank. Below the line is good; "
@@ -125,7 +126,7 @@ def _cost() -> list[timeseries.Panel]:
             query(f"act_overhead_ratio{{{_RANKED}}}", "rank {{rank}}"),
             unit="percentunit",
             alerts=["ActOverheadHigh"],
-        ),
+        ).axis_soft_max(2 * limit("ActOverheadHigh")),
         lines(
             "Time in statistics and history",
             "Share of the trainer's time, on its host. Steady is good. Where the overhead is not "

@@ -83,7 +83,7 @@ def lines(
         side: the legend beside the panel, with each line's last and largest value.
     """
     panel = shared(timeseries.Panel(), title, text, queries, alerts, width, height=8)
-    panel.unit(unit).thresholds(steps(alerts, CLEAR)).show_points(values.VisibilityMode.NEVER)
+    panel.unit(unit).thresholds(steps(alerts, CLEAR)).show_points(values.VisibilityMode.AUTO)
     # A line that ends must be seen to end: nothing is drawn over a gap.
     panel.fill_opacity(4).line_width(1).span_nulls(False)
     panel.tooltip(
@@ -140,7 +140,7 @@ def timeline(
     alerts: Sequence[str] = (),
 ) -> statetimeline.Panel:
     """Bars from when to when, a row a series; its values are words with a colour."""
-    panel = shared(statetimeline.Panel(), title, text, queries, alerts, 12, height=7)
+    panel = shared(statetimeline.Panel(), title, text, queries, alerts, 12, height=8)
     panel.mappings([words(meanings)])
     panel.show_value(values.VisibilityMode.NEVER).merge_values(True).row_height(0.8)
     panel.no_value("none").fill_opacity(80).line_width(0)

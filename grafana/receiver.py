@@ -58,14 +58,14 @@ def panels() -> list[timeseries.Panel]:
         ),
         lines(
             "Messages given up, of the last six minutes",
-            "By Alertmanager and by the receiver. 0 is good. By webhook go the requests to the "
+            "By Alertmanager and by the receiver. No lines is good. By webhook go the requests to the "
             "trainer; all else goes to people.",
             query(
-                "sum by (integration) (increase(alertmanager_notifications_failed_total[6m]))",
+                "sum by (integration) (increase(alertmanager_notifications_failed_total[6m])) > 0",
                 "Alertmanager: {{integration}}",
             ),
             query(
-                'sum by (target) (increase(act_notifications_total{result="failed"}[6m]))',
+                'sum by (target) (increase(act_notifications_total{result="failed"}[6m])) > 0',
                 "receiver: {{target}}",
             ),
             unit="short",

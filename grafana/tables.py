@@ -47,7 +47,7 @@ def rows(
     width: int = 24,
 ) -> table.Panel:
     """A table of the queries' rows, those joined whose labels are equal; sorted, largest first."""
-    panel = shared(table.Panel(), title, text, queries, alerts, width, height=7)
+    panel = shared(table.Panel(), title, text, queries, alerts, width, height=8)
     panel.unit("none").no_value(none).thresholds(steps((), CALM)).show_header(True)
     panel.align(values.FieldTextAlignment.AUTO).cell_options(values.TableAutoCellOptions())
     panel.sort_by([common.TableSortByFieldState().display_name(sort_by).desc(True)])

@@ -113,11 +113,11 @@ def _gradient() -> list[timeseries.Panel]:
         ),
         lines(
             "Steps with a loss or a gradient that is not finite, a minute",
-            "0 is good. Any at all: see which layer had NaN or Inf first.",
+            "No lines is good. Any at all: see which layer had NaN or Inf first.",
             *(
                 query(
                     f"60 * max by (run) (rate(act_{signal}_nonfinite_total{{{_RANKED}}}"
-                    "[$__rate_interval]))",
+                    "[$__rate_interval])) > 0",
                     name,
                 )
                 for signal, name in {"loss": "loss", "grad_norm": "gradient norm"}.items()
