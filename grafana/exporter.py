@@ -118,7 +118,7 @@ def _thresholds() -> table.Panel:
 
 def _cost() -> list[timeseries.Panel]:
     return [
-        # Beyond twice the limit only where it is: with nothing to show it would be all above the line.
+        # An axis that ends near the limit: of a share Grafana would show all up to 100 %.
         lines(
             "Overhead: share of training time",
             "What sampled steps take longer than unsampled ones, per rank. Below the line is good; "

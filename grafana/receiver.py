@@ -58,8 +58,8 @@ def panels() -> list[timeseries.Panel]:
         ),
         lines(
             "Messages given up, of the last six minutes",
-            "By Alertmanager and by the receiver. No lines is good. By webhook go the requests to the "
-            "trainer; all else goes to people.",
+            "By Alertmanager and by the receiver. No lines is good. By webhook go the requests to "
+            "the trainer; all else goes to people.",
             query(
                 "sum by (integration) (increase(alertmanager_notifications_failed_total[6m])) > 0",
                 "Alertmanager: {{integration}}",
