@@ -36,8 +36,8 @@ def first(run: str) -> list[stat.Panel]:
         ),
         number(
             "Began",
-            "When the last anomaly of the range was first seen; the dashboard Layers has a table of "
-            "all of them, with their times.",
+            "When the last anomaly of the range was first seen; the dashboard Layers has a table "
+            "of all of them, with their times.",
             instant(f"1000 * max(min_over_time(timestamp({onset})[$__range:]))"),
             unit="dateTimeFromNow",
             worse={0: "red"},
