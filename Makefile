@@ -33,7 +33,7 @@ demo: setup ## fault, alert, rollback, on real servers (about a minute); ARGS=--
 	@$(BIN)/python -m deploy.demo $(ARGS)
 
 dashboards: $(INSTALLED) ## render grafana/dashboards from grafana/build.py
-	$(BIN)/python grafana/build.py
+	$(BIN)/python -m grafana.build
 
 test: setup browser ## all tests, those with real servers included; ARGS='-k words' chooses
 	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
