@@ -11,7 +11,8 @@ from grafana_foundation_sdk.builders import dashboard
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models import dashboard as models
 
-from grafana.panels import COLORS, DATASOURCE, Row, link
+from grafana.looks import COLORS, link
+from grafana.panels import DATASOURCE, Row
 
 TITLES = {
     "runs": "Runs",
@@ -22,8 +23,8 @@ TITLES = {
 """Of all dashboards, by the name of their file, in the order of their links."""
 
 # The regular expression of "All". Grafana would list each value: with 1,200 layers no server takes
-# the address.
-_ALL = ".*"
+# the address. All samples that are asked with it have the label.
+_ALL = ".+"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +45,7 @@ class Board:
 
 
 def several(name: str, label: str, query: str, description: str) -> dashboard.QueryVariable:
-    """A variable of which several values may be chosen, or all, as at first."""
+    """A variable of which several values may be chosen, or all, as it is at first."""
     return (
         _asked(name, label, query, description)
         .multi(True)
@@ -57,6 +58,12 @@ def several(name: str, label: str, query: str, description: str) -> dashboard.Qu
 def rank() -> dashboard.QueryVariable:
     """The rank, which with reduce="global" is "all", and is a value like others."""
     return several("rank", "Rank", 'label_values(act_step{run="$run"}, rank)', "Of the trainers.")
+
+
+def firing(run: str, severity: str) -> str:
+    """Alerts of ours that fire; the watchdog, which always does, is none."""
+    ours = 'alertname=~"Act[A-Z].+", alertname!="ActWatchdog"'
+    return f'ALERTS{{alertstate="firing", {ours}, severity="{severity}", {run}}}'
 
 
 def render(board: Board) -> str:
@@ -132,14 +139,14 @@ def _asked(name: str, label: str, query: str, description: str) -> dashboard.Que
 def _annotations(board: Board) -> Iterator[dict[str, Any]]:
     """Marks over all panels. The SDK has no words for Prometheus' own keys of them."""
     run = 'run=~"$run"' if board.many_runs else 'run="$run"'
+    firing_run = 'run=~"$run|"' if board.many_runs else run
     for severity, color in COLORS.items():
         if severity != "info":
             # One mark an alert: one a layer would hide the panel when all layers explode at once.
-            alerts = f'ALERTS{{alertstate="firing", severity="{severity}", {run}}}'
             yield _annotation(
                 f"Alerts: {severity}",
                 color,
-                f"max by (alertname, run) ({alerts})",
+                f"max by (alertname, run) ({firing(firing_run, severity)})",
                 "{{alertname}}",
                 "{{run}}",
             )

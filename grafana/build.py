@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from grafana import layers
+from grafana import exporter, layers, runs, training
 from grafana.boards import Board, render
 
 FOLDER = Path(__file__).parent / "dashboards"
@@ -15,7 +15,7 @@ FOLDER = Path(__file__).parent / "dashboards"
 
 def boards() -> list[Board]:
     """All dashboards."""
-    return [layers.board()]
+    return [runs.board(), layers.board(), training.board(), exporter.board()]
 
 
 def rendered() -> dict[Path, str]:

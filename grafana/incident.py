@@ -5,7 +5,10 @@ from __future__ import annotations
 from grafana_foundation_sdk.builders import stat, statetimeline, table
 from grafana_foundation_sdk.models.common import BigValueTextMode
 
-from grafana.panels import Column, instant, number, query, row_query, rows, timeline
+from grafana.boards import firing
+from grafana.looks import COLORS
+from grafana.panels import instant, number, query, row_query, timeline
+from grafana.tables import Column, rows
 
 
 def first(run: str) -> list[stat.Panel]:
@@ -76,8 +79,9 @@ def done(run: str) -> list[stat.Panel]:
     return [
         number(
             "Rolled back",
-            "Rollbacks in this range. One that helped needs no hurry; two mean that the same place "
-            "is bad again: look at the data and the learning rate there.",
+            "Rollbacks in this range, by the trainer's process that is up; one that goes back by a "
+            "restart shows it in its generation. One that helped needs no hurry; two mean that the "
+            "same place is bad again: look at the data and the learning rate there.",
             instant(f"sum(increase(act_rollbacks_total{{{run}}}[$__range]))"),
             unit="none",
             color="blue",
@@ -175,17 +179,20 @@ def onsets(run: str) -> table.Panel:
     )
 
 
-def alerts(run: str) -> statetimeline.Panel:
+def alerts(run: str, legend: str) -> statetimeline.Panel:
     """A row an alert that fired in the range."""
-    firing = 'ALERTS{alertstate="firing", severity='
-    levels = " or ".join(
-        f'{level} * max by (alertname, run) ({firing}"{severity}", {run}}})'
-        for level, severity in ((3, "critical"), (2, "warning"), (1, "info"))
-    )
+    levels = {3: "critical", 2: "warning", 1: "info"}
     return timeline(
         "Alerts, from when to when",
         "A bar while an alert fires: red is critical, orange a warning, blue for information only. "
-        "The topmost red ones tell what happened, their left ends in which order. ActRunaway and "
-        "ActGradientRunaway are what asks for a rollback. Empty is good.",
-        query(levels, "{{alertname}}"),
+        "Left ends tell in which order. ActRunaway and ActGradientRunaway are what asks for a "
+        "rollback. Empty is good.",
+        query(
+            " or ".join(
+                f"{level} * max by (alertname, run) ({firing(run, severity)})"
+                for level, severity in levels.items()
+            ),
+            legend,
+        ),
+        meanings={level: (severity, COLORS[severity]) for level, severity in levels.items()},
     )

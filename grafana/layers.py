@@ -8,8 +8,10 @@ from grafana_foundation_sdk.builders import heatmap, timeseries, xychart
 
 from grafana import incident
 from grafana.boards import Board, rank, several
-from grafana.panels import Column, Row, band, dashed, heat, lines, points, query, row_query
-from grafana.rules import rule
+from grafana.looks import band, dashed
+from grafana.panels import Row, heat, lines, query, row_query
+from grafana.rules import limit
+from grafana.tables import Column, points
 
 _RUN = 'run="$run"'
 _CHOSEN = f'{_RUN}, layer=~"$layer", tensor=~"$tensor"'
@@ -17,8 +19,8 @@ _CHOSEN = f'{_RUN}, layer=~"$layer", tensor=~"$tensor"'
 _RANKED = f'{_CHOSEN}, rank=~"$rank"'
 _RATIO = f"layer:act_layer_absmax:baseline_ratio{{{_CHOSEN}}}"
 _NAME = "{{layer}} {{tensor}}"
-_HARD = rule("ActLayerAboveBaseline").limit
-_SIGMA = rule("ActLayerAboveWindow").limit
+_HARD = limit("ActLayerAboveBaseline")
+_SIGMA = limit("ActLayerAboveWindow")
 
 
 def board() -> Board:
@@ -39,10 +41,10 @@ def board() -> Board:
                     *incident.first(_RUN),
                     *incident.done(_RUN),
                     incident.onsets(_RUN),
-                    incident.alerts(_RUN),
+                    incident.alerts(_RUN, "{{alertname}}"),
                 ],
             ),
-            Row(title="All layers over time", panels=[_heat(), _ratios(), _closely(), _sigma()]),
+            Row(title="All layers over time", panels=[_heat(), _ratios(), _closely(), *_sigma()]),
             Row(title="Over depth", panels=[_profile(), *_over_depth()]),
             Row(title="Values at their ends", panels=_ends()),
             Row(title="Slow faults", panels=_slow(), collapsed=True),
@@ -126,24 +128,33 @@ def _closely() -> timeseries.Panel:
         ),
         unit="short",
         log=True,
-        width=16,
+        width=24,
     )
     dashed(panel, "baseline", "green")
     dashed(panel, f"{_HARD:g} times the baseline", "red")
     return band(panel, "mean of the window", f"mean + {_SIGMA:g} sigma", "blue")
 
 
-def _sigma() -> timeseries.Panel:
+def _sigma() -> list[timeseries.Panel]:
     zscore = f"layer:act_layer_absmax:window_zscore{{{_CHOSEN}}}"
-    return lines(
-        "Standard deviations above the window, worst five",
-        "How far the last sampled step is above the mean of the last 500 calm ones. Single steps "
-        "above the line happen in health; several in a row do not.",
-        query(_worst(5, zscore), _NAME),
-        unit="short",
-        alerts=["ActLayerAboveWindow"],
-        width=8,
-    )
+    consecutive = f'layer:act_layer_exceeded_consecutive:max{{{_CHOSEN}, rule="sigma"}}'
+    return [
+        lines(
+            "Standard deviations above the window, worst five",
+            "How far the last sampled step is above the mean of the last 500 calm ones. Single "
+            "steps above the line happen in health; several in a row do not.",
+            query(_worst(5, zscore), _NAME),
+            unit="short",
+            alerts=["ActLayerAboveWindow"],
+        ),
+        lines(
+            f"Sampled steps in a row above {_SIGMA:g} standard deviations",
+            "Held for two minutes. Below the line is good; above it the layer's level has moved.",
+            query(f"{consecutive} > 0", _NAME),
+            unit="none",
+            alerts=["ActLayerAboveWindowSustained"],
+        ),
+    ]
 
 
 def _profile() -> xychart.Panel:
@@ -207,8 +218,11 @@ def _ends() -> list[timeseries.Panel]:
             "are made, those after it were given them. `nan` without `posinf` before it points "
             "to 0/0 or Inf - Inf, `posinf` to overflow: see the headroom.",
             query(
-                "sum by (layer, tensor, kind) "
-                "(rate(act_layer_nonfinite_total{{_RANKED}}[$__rate_interval])) > 0",
+                f"""
+                sum by (layer, tensor, kind) (
+                  rate(act_layer_nonfinite_total{{{_RANKED}}}[$__rate_interval])
+                ) > 0
+                """,
                 _NAME + " {{kind}}",
             ),
             unit="short",

@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 
 _FOLDER = Path(__file__).parent.parent / "prometheus" / "rules"
-_COMPARISON = re.compile(r"\s([<>]=?)\s([\d.]+)")
+_COMPARISON = re.compile(r"\s([<>]=?|==)\s([\d.]+)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,25 +22,41 @@ class Rule:
 
     Attributes:
         severity: "critical", "warning" or "info".
-        sign: of the first comparison in its expression: ">", ">=", "<" or "<=".
-        limit: the number after it.
+        sign: of the first comparison in its expression: ">", ">=", "<", "<=" or "==".
+        limit: the number after it; None where it compares with none.
         runbook: address of its heading.
     """
 
     name: str
     severity: str
     sign: str
-    limit: float
+    limit: float | None
     runbook: str
+
+    def __str__(self) -> str:
+        firing = "" if self.limit is None else f", {self.sign} {self.limit:g}"
+        return f"{self.name} ({self.severity}{firing})"
 
 
 def rule(alert: str) -> Rule:
     """The alert of that name.
 
     Raises:
-        KeyError: no rule file has one that compares with a number.
+        KeyError: no rule file has it.
     """
     return _rules()[alert]
+
+
+def limit(alert: str) -> float:
+    """The number from which on it fires.
+
+    Raises:
+        KeyError: it compares with none, or no rule file has it.
+    """
+    found = rule(alert).limit
+    if found is None:
+        raise KeyError(alert)
+    return found
 
 
 @cache
@@ -50,12 +66,12 @@ def _rules() -> dict[str, Rule]:
         for group in yaml.safe_load(path.read_text())["groups"]:
             for each in group["rules"]:
                 comparison = _COMPARISON.search(each["expr"])
-                if "alert" in each and comparison is not None:
+                if "alert" in each:
                     found[each["alert"]] = Rule(
                         name=each["alert"],
                         severity=each["labels"]["severity"],
-                        sign=comparison[1],
-                        limit=float(comparison[2]),
+                        sign="" if comparison is None else comparison[1],
+                        limit=None if comparison is None else float(comparison[2]),
                         runbook=each["annotations"]["runbook_url"],
                     )
     return found
