@@ -34,6 +34,8 @@ FAULT_STEP = 500
 """At the earliest: baselines and windows are there after 400 steps."""
 STEPS_AFTER = 500
 """Beyond the fault's, healthy ones; what looking costs is known after 1,000 in all."""
+CALM_SECONDS = 20.0
+"""At least so long before the fault and after the rollback, however fast the machine is."""
 
 _MACHINES = re.compile(r"^  # (?=- job_name: |  )", re.MULTILINE)
 
@@ -175,6 +177,9 @@ def _play(servers: Stack, trainer: Server, fault: Path) -> dict[str, Any]:
         """When it was last scraped."""
         return servers.value(f'timestamp({metric}{{run="{RUN}"}})') or 0
 
+    def reached(step: int, since: float) -> bool:
+        return now("act_step") >= step and seen("act_step") - since >= CALM_SECONDS
+
     def settled() -> float | None:
         taps = servers.value(f'count(act_layer_absmax{{run="{RUN}"}})')
         known = servers.value(f"count({ratio})")
@@ -185,9 +190,8 @@ def _play(servers: Stack, trainer: Server, fault: Path) -> dict[str, Any]:
 
     times = {"start": trainer.wait_for(lambda: seen("act_step"), "a first step")}
     times["settled"] = trainer.wait_for(settled, "a baseline of every layer", 90) or 0
-    trainer.wait_for(
-        lambda: now("act_step") >= FAULT_STEP and peers_settled(), f"step {FAULT_STEP}", 90
-    )
+    trainer.wait_for(lambda: reached(FAULT_STEP, times["start"]), f"step {FAULT_STEP}", 90)
+    trainer.wait_for(peers_settled, "a baseline of the healthy run", 90)
     times["fault"] = seen("act_step")
     fault.touch()
     trainer.wait_for(lambda: now("act_rollbacks_total") == 1, "a rollback", 60)
@@ -195,6 +199,6 @@ def _play(servers: Stack, trainer: Server, fault: Path) -> dict[str, Any]:
     begun = re.search(r"WARNING fault: .* before step (\d+)$", trainer.log.read_text(), re.MULTILINE)
     assert begun is not None
     goal = int(begun[1]) + STEPS_AFTER
-    trainer.wait_for(lambda: now("act_step") >= goal, f"step {goal}", 90)
+    trainer.wait_for(lambda: reached(goal, times["rollback"]), f"step {goal}", 90)
     times["end"] = seen("act_step")
     return times | {"fault_step": int(begun[1])}

@@ -31,7 +31,7 @@ from deploy.demo.train import GPT, Windows, read_text
 
 log = logging.getLogger("train")
 
-WIDTH, HEADS, CONTEXT, BATCH = 32, 4, 32, 4
+WIDTH, HEADS, CONTEXT, BATCH = 32, 4, 48, 16
 SAVE_EVERY = 100
 WARMUP = 50
 NEVER = 10**9
