@@ -46,5 +46,8 @@ def write_assets(folder: Path) -> list[Path]:
 def _is_asset(file: Path) -> bool:
     if "__pycache__" in file.parts:
         return False
+    # Beside the dashboards a checkout has what renders them, which needs the SDK of the developers.
+    if file.parts[0] == "grafana" and file.suffix == ".py":
+        return False
     # Of the alerting package's checkout only the configurations are files to import.
     return file.parts[0] != "alerting" or file.suffix == ".yml"

@@ -96,6 +96,10 @@ def render(board: Board) -> str:
     raw = json.loads(json.dumps(built.build(), cls=JSONEncoder))
     # What the SDK leaves out: an id of null makes an import a new dashboard.
     raw["id"] = None
+    for variable in raw["templating"]["list"]:
+        # What it adds to all variables, of which Grafana's schema has none.
+        for key in ("auto", "auto_count", "auto_min"):
+            del variable[key]
     raw["annotations"] = {"list": list(_annotations(board))}
     for number, each in enumerate(_all_panels(raw["panels"]), start=1):
         each["id"] = number

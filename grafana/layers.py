@@ -69,6 +69,7 @@ def _of_ranks(metric: str) -> str:
 
 def _heat() -> heatmap.Panel:
     # Grafana sorts a heatmap's rows by the numbers that their names begin with: here the depth.
+    # `count_values by (...)` over a range is wrong in Prometheus 2.42, `without ()` is not.
     return heat(
         "Each layer's peak over its baseline, log10",
         "A row a layer and tensor in the order of execution, the first on top (the number is its "
@@ -78,7 +79,7 @@ def _heat() -> heatmap.Panel:
         query(
             f"""
             log10({_RATIO}) * on (run, layer, tensor) group_left (depth)
-            count_values by (run, layer, tensor) (
+            count_values without () (
               "depth", min by (run, layer, tensor) (act_layer_depth{{{_RANKED}}})
             )
             """,

@@ -15,6 +15,11 @@ SHIPPED = {
     "prometheus/prometheus.yml",
     "prometheus/rules/activations.yml",
     "prometheus/runbook.md",
+    "grafana/dashboards/exporter.json",
+    "grafana/dashboards/layers.json",
+    "grafana/dashboards/runs.json",
+    "grafana/dashboards/training.json",
+    "grafana/provisioning/dashboards/act.yml",
     "grafana/provisioning/datasources/act.yml",
     "alerting/alertmanager-pair.yml",
     "alerting/alertmanager.yml",
@@ -64,12 +69,14 @@ def test_the_wheel_holds_the_assets_inside_a_package(tmp_path: Path) -> None:
     )
     assert done.stdout == "True\n", done.stderr
     assert not [name for name in names if "__pycache__" in name]
+    assert not [name for name in names if "/grafana/" in name and name.endswith(".py")]
 
 
 def test_assets_are_written_out_and_valid(tmp_path: Path) -> None:
     done = command("assets", tmp_path / "new")
     assert done.returncode == 0, done.stderr
     assert {str(tmp_path / "new" / name) for name in SHIPPED} <= set(done.stdout.splitlines())
+    assert not list((tmp_path / "new" / "grafana").rglob("*.py"))
     subprocess.run(
         [binary("promtool"), "check", "config", tmp_path / "new/prometheus/prometheus.yml"],
         check=True,

@@ -111,12 +111,12 @@ class Dashboard:
 def load() -> list[Dashboard]:
     """All committed dashboards, by file name."""
     return [
-        _dashboard(path.stem, json.loads(path.read_text()))
-        for path in sorted(FOLDER.glob("*.json"))
+        parsed(path.stem, json.loads(path.read_text())) for path in sorted(FOLDER.glob("*.json"))
     ]
 
 
-def _dashboard(name: str, raw: Mapping[str, Any]) -> Dashboard:
+def parsed(name: str, raw: Mapping[str, Any]) -> Dashboard:
+    """A dashboard of this JSON."""
     return Dashboard(
         name=name,
         uid=raw["uid"],
