@@ -11,7 +11,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator
 
 from tests.grafana.dashboards import Panel
 from tests.grafana.queries import Series, View
@@ -123,18 +123,33 @@ def _timeseries(axes: Axes, drawn: Drawn) -> None:
         if width or "fillBelowTo" in own.custom:
             legend.append((series, color, bool(width)))
     if log:
-        axes.set_yscale("log")
-        axes.yaxis.set_minor_locator(FixedLocator([]))
+        _log_scale(axes)
     else:
         axes.yaxis.set_major_locator(MaxNLocator(5))
-        low, high = axes.get_ylim()
-        if low > 0 and low < 0.6 * high:
-            axes.set_ylim(0, high)
+        _linear_limits(axes, [value for series in drawn.series for value in series.values])
     axes.yaxis.set_major_formatter(_in_unit(defaults, drawn.view.end))
     axes.grid(axis="y", color=GRID, linewidth=0.8)
     if defaults.custom.get("thresholdsStyle", {}).get("mode") == "dashed+area":
         _thresholds(axes, defaults)
     _legend(axes, drawn, legend)
+
+
+def _log_scale(axes: Axes) -> None:
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    # Within a decade or so its powers alone would be a tick or none.
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < 30 * low else (1.0,)))
+    axes.yaxis.set_minor_locator(FixedLocator([]))
+
+
+def _linear_limits(axes: Axes, values: Sequence[float]) -> None:
+    """From 0, unless all values are far from it; what hardly changes must look like it."""
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite or min(finite) < 0:
+        return
+    low, high = min(finite), max(finite)
+    if low < 0.6 * high or high - low < 0.05 * high or not high:
+        axes.set_ylim(0, high * 1.08 or 1)
 
 
 def _thresholds(axes: Axes, defaults: Look) -> None:
@@ -254,8 +269,7 @@ def _xychart(axes: Axes, drawn: Drawn) -> None:
         axes.text(at + 17 / width, below, name, transform=axes.transAxes, size=TINY, color=TEXT)
         at += (len(name) * 7 + 40) / width
     if look(drawn.panel).custom["scaleDistribution"]["type"] == "log":
-        axes.set_yscale("log")
-        axes.yaxis.set_minor_locator(FixedLocator([]))
+        _log_scale(axes)
     axes.yaxis.set_major_formatter(_in_unit(look(drawn.panel), drawn.view.end))
     axes.grid(color=GRID, linewidth=0.8)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -301,13 +315,15 @@ def _time_axis(axes: Axes, drawn: Drawn) -> None:
     """Time to the right, over all of the range, with the annotations on it."""
     start, end = drawn.view.start, drawn.view.end
     axes.set_xlim(start, end)
-    axes.xaxis.set_major_locator(MaxNLocator(max(3, round(axes.bbox.width / 130)), steps=[1, 2, 3, 5, 6, 10]))
+    ticks = max(3, round(axes.bbox.width / 130))
+    axes.xaxis.set_major_locator(MaxNLocator(ticks, steps=[1, 2, 3, 5, 6, 10]))
     axes.xaxis.set_major_formatter(
         FuncFormatter(lambda at, _: f"{datetime.fromtimestamp(at, UTC):%H:%M:%S}")
     )
     for mark in drawn.marks:
-        axes.axvspan(mark.begin, mark.end, color=mark.color, alpha=0.05, linewidth=0, zorder=0)
         axes.axvline(mark.begin, color=mark.color, linewidth=1, linestyle=(0, (3, 3)), alpha=0.9)
+        # As long as it lasts a bar at the bottom, where Grafana has it too.
+        axes.axvspan(mark.begin, mark.end, 0, 0.015, color=mark.color, alpha=0.5, linewidth=0)
     _plain(axes)
 
 

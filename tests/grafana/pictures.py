@@ -34,25 +34,25 @@ CAPTION = (
 
 WIDTH = 1_600
 """Pixels; twice what a README has."""
-COLUMN = WIDTH / 24
+GAP = 8
+COLUMN = (WIDTH - GAP) / 24
 ROW = 38
 """Of one unit of a panel's height, as in Grafana, its gap to the next one included."""
-GAP = 8
 TITLE = 30
-HEAD = 84
-"""For the dashboard's title, its variables and the caption."""
+HEAD = 106
+"""For the dashboard's title, the caption, its variables and the names of the marks."""
 DOTS = 100
 """An inch."""
-COLORS_KEPT = 128
-"""In the palette of the PNG: lines and areas need no more, and the file is a third."""
+CONTEXT_SECONDS = 20.0
+"""Of the recording, before the fault and after the rollback."""
 
 # Pixels around the inside of a panel: left, right, below, above.
 _MARGINS = {
     "stat": (0, 0, 0, TITLE),
     "table": (8, 8, 8, TITLE),
     "timeseries": (74, 16, 66, TITLE + 8),
-    "state-timeline": (230, 16, 56, TITLE + 4),
-    "heatmap": (230, 16, 84, TITLE + 4),
+    "state-timeline": (24, 16, 56, TITLE + 4),
+    "heatmap": (24, 16, 84, TITLE + 4),
     "xychart": (74, 16, 58, TITLE + 8),
 }
 _SIDE_LEGEND = 0.24
@@ -75,7 +75,9 @@ def picture(recording: Recording, dashboard: Dashboard, path: Path) -> None:
     """Draw one dashboard as it is first seen, with collapsed rows as their titles."""
     one = next(variable for variable in dashboard.variables if variable.name == "run")
     chosen: Mapping[str, list[str]] = {} if one.multi else {"run": [RUN]}
-    view = View(recording.url, recording.start, recording.end, dashboard, chosen)
+    start = max(recording.start, recording.fault - CONTEXT_SECONDS)
+    end = min(recording.end, recording.rollback + CONTEXT_SECONDS)
+    view = View(recording.url, start, end, dashboard, chosen)
     places = list(_placed(dashboard))
     height = HEAD + max(top + tall for _, top, tall in places) + 2 * GAP
     marks = [
@@ -97,7 +99,9 @@ def picture(recording: Recording, dashboard: Dashboard, path: Path) -> None:
                 _panel(figure, height, box, tall - GAP, panels[raw["id"]], view, marks)
         figure.savefig(path)
     with Image.open(path) as image:
-        kept = image.convert("RGB").quantize(COLORS_KEPT, dither=Image.Dither.NONE)
+        kept = image.convert("RGB").quantize(
+            method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE
+        )
     kept.save(path, optimize=True)
 
 
@@ -129,16 +133,21 @@ def _head(
     text(14, 24, dashboard.title, size=15, weight="bold")
     text(WIDTH - 14, 24, CAPTION, size=SMALL, color=FAINT, ha="right", style="italic")
     text(14, 58, view.choices(), size=SMALL, color=FAINT)
-    x = WIDTH - 14.0
-    for mark in {mark.title: mark for mark in reversed(marks)}.values():
-        text(x, 58, mark.title, size=SMALL, color=mark.color, ha="right")
-        x -= len(mark.title) * 8 + 24
+    x = 14.0
+    for mark in {mark.title: mark for mark in sorted(marks, key=lambda each: each.begin)}.values():
+        text(x, 86, f"┆ {mark.title}", size=SMALL, color=mark.color)
+        x += len(mark.title) * 8 + 30
 
 
 def _row(figure: Figure, height: float, below: float, raw: Mapping[str, Any]) -> None:
     said = f"▸ {raw['title']}  ({len(raw['panels'])} panels)" if raw["collapsed"] else raw["title"]
     y = (below + ROW / 2) / height
     figure.text(14 / WIDTH, y, said, va="center", size=12, weight="bold")
+    if "dcgm" in raw["title"]:
+        made_up = "no GPU was here: a static page with made-up values"
+        figure.text(
+            1 - 14 / WIDTH, y, made_up, va="center", ha="right", size=SMALL, style="italic"
+        )
 
 
 def _panel(
@@ -162,12 +171,16 @@ def _panel(
         zorder=-1,
     )
     figure.add_artist(background)
-    title, size = panel.title, min(10.5, wide / len(panel.title) / 1.389 / 0.6)
+    title, size = panel.title, min(10.5, wide / len(panel.title) / 1.389 / 0.72)
     at = ((left + 10) / WIDTH, (below + tall - TITLE / 2) / height)
     figure.text(*at, title, va="center", size=size, weight="bold")
     margins = list(_MARGINS[panel.type])
     if panel.raw["options"].get("legend", {}).get("placement") == "right":
         margins[1], margins[2] = _SIDE_LEGEND * wide, 34
+    answers = [view.ask(target) for target in panel.targets]
+    if panel.type in ("state-timeline", "heatmap"):
+        names = [series.name for answer in answers for series in answer]
+        margins[0] += 6.6 * max(map(len, names), default=0)
     west, east, south, north = margins
     inside = (
         (left + west) / WIDTH,
@@ -175,7 +188,6 @@ def _panel(
         (wide - west - east) / WIDTH,
         (tall - south - north) / height,
     )
-    answers = [view.ask(target) for target in panel.targets]
     draw(
         figure.add_axes(inside, facecolor="none"),
         Drawn(panel=panel, view=view, answers=answers, marks=marks),

@@ -17,7 +17,7 @@ COLORS = {
     "yellow": "#e0b400",
     "blue": "#3274d9",
     "purple": "#a352cc",
-    "super-light-blue": "#8ab8ff",
+    "super-light-blue": "#5f9df5",
     "text": "#8e8e8e",
     "transparent": "none",
 }
