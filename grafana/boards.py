@@ -69,11 +69,11 @@ def firing(run: str, severity: str) -> str:
 def render(board: Board) -> str:
     """The text of its file."""
     built = (
-        dashboard.Dashboard(f"Training: {TITLES[board.name]}")
+        dashboard.Dashboard(f"act-exporter / {TITLES[board.name]}")
         .uid(f"act-{board.name}")
         .description(board.description)
         .tags(["act-exporter"])
-        # Changed in grafana/build.py; a change made in Grafana would be lost at the next import.
+        # A change made in Grafana would be lost at the next import.
         .readonly()
         .tooltip(models.DashboardCursorSync.CROSSHAIR)
         .time("now-1h", "now")

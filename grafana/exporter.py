@@ -1,42 +1,33 @@
-"""The dashboard Exporter health: what looking costs, whether it works, and the machines below."""
+"""The dashboard Exporter health: whether the watchers work, what they cost, what is lost."""
 
 from __future__ import annotations
 
 from grafana_foundation_sdk.builders import stat, statetimeline, table, timeseries
+from grafana_foundation_sdk.models.common import BigValueTextMode
 
-from grafana.boards import Board, rank, several
+from grafana import machines
+from grafana.boards import Board, rank
 from grafana.panels import Row, instant, lines, number, query, row_query, timeline
+from grafana.rules import limit
+from grafana.selection import RUN, rate
 from grafana.tables import Column, rows
 
-_RUN = 'run="$run"'
-_RANKED = f'{_RUN}, rank=~"$rank"'
-# Exporters of one machine differ in their ports.
-_NODE = 'instance=~"$node(:.*)?"'
+_RANKED = f'{RUN}, rank=~"$rank"'
 
 
 def board() -> Board:
     """The dashboard."""
-    machines = 'label_values({__name__=~"node_uname_info|DCGM_FI_DEV_GPU_UTIL"}, instance)'
-    node = several("node", "Machine", machines, "By the host part of its exporters' addresses.")
     return Board(
         name="exporter",
         description="Whether the watchers work, what they cost, and how their machines are.",
-        variables=[rank(), node.regex("/^([^:]+)/")],
+        variables=[rank(), machines.variable()],
         rows=[
             Row(title="Do the watchers work?", panels=[*_state(), _up(), _thresholds()]),
             Row(title="What looking costs", panels=_cost()),
             Row(title="What is lost", panels=_losses()),
-            Row(
-                title="Machines: CPU, memory, disk, network (node_exporter)",
-                panels=_machines(),
-            ),
-            Row(title="GPUs (dcgm-exporter)", panels=_gpus()),
+            *machines.rows(),
         ],
     )
-
-
-def _rate(counter: str, matchers: str = _RANKED) -> str:
-    return f"rate({counter}{{{matchers}}}[$__rate_interval])"
 
 
 def _state() -> list[stat.Panel]:
@@ -52,7 +43,7 @@ def _state() -> list[stat.Panel]:
         number(
             "Overhead",
             "Share of the training time that looking costs; known after a thousand steps. Below "
-            "1 % is good; above it the exporter looks at fewer steps by itself.",
+            f"{limit('ActOverheadHigh'):.0%} is good; above it the exporter looks at fewer steps.",
             instant(f"max(act_overhead_ratio{{{_RANKED}}})"),
             unit="percentunit",
             alerts=["ActOverheadHigh"],
@@ -72,7 +63,7 @@ def _state() -> list[stat.Panel]:
             "Series left out",
             "Layer series that have no place on the page, since `max_series` is reached. 0 is "
             "good; the trainer judges them all the same.",
-            instant(f"run:act_series_dropped:sum{{{_RUN}}}"),
+            instant(f"run:act_series_dropped:sum{{{RUN}}}"),
             unit="none",
             alerts=["ActSeriesDropped"],
             width=4,
@@ -81,7 +72,7 @@ def _state() -> list[stat.Panel]:
             "Errors within the last minutes",
             "Inside the exporter; the trainer's log has each cause once. None is good: what is "
             "shown may be old else.",
-            instant(f"sum(run:act_errors:increase6m{{{_RUN}}})"),
+            instant(f"sum(run:act_errors:increase6m{{{RUN}}})"),
             unit="none",
             alerts=["ActExporterErrors"],
             width=4,
@@ -89,12 +80,11 @@ def _state() -> list[stat.Panel]:
         number(
             "Version",
             "Of the exporter.",
-            instant(f"max by (version) (act_build_info{{{_RUN}}})", "{{version}}"),
+            instant(f"max by (version) (act_build_info{{{RUN}}})", "{{version}}"),
             unit="none",
             color="blue",
-            named=True,
             width=4,
-        ),
+        ).text_mode(BigValueTextMode.NAME),
     ]
 
 
@@ -128,6 +118,7 @@ def _thresholds() -> table.Panel:
 
 def _cost() -> list[timeseries.Panel]:
     return [
+        # An axis that ends near the limit: of a share Grafana would show all up to 100 %.
         lines(
             "Overhead: share of training time",
             "What sampled steps take longer than unsampled ones, per rank. Below the line is good; "
@@ -135,12 +126,12 @@ def _cost() -> list[timeseries.Panel]:
             query(f"act_overhead_ratio{{{_RANKED}}}", "rank {{rank}}"),
             unit="percentunit",
             alerts=["ActOverheadHigh"],
-        ),
+        ).axis_soft_max(2 * limit("ActOverheadHigh")),
         lines(
             "Time in statistics and history",
-            "Of the trainer's host, a second of it. Steady is good. Where overhead is not known "
-            "yet this is its upper bound on a CPU.",
-            query(_rate("act_probe_seconds_total"), "rank {{rank}}"),
+            "Share of the trainer's time, on its host. Steady is good. Where the overhead is not "
+            "known yet this is its upper bound on a CPU.",
+            query(rate("act_probe_seconds_total", _RANKED), "rank {{rank}}"),
             unit="percentunit",
         ),
         lines(
@@ -160,13 +151,13 @@ def _cost() -> list[timeseries.Panel]:
         lines(
             "Journal, bytes a second before compression",
             "What each rank writes. Level is good; no line is no journal.",
-            query(_rate("act_journal_bytes_total"), "rank {{rank}}"),
+            query(rate("act_journal_bytes_total", _RANKED), "rank {{rank}}"),
             unit="Bps",
         ),
         lines(
             "Journal, records a second",
             "A record a watched tensor and sampled step. It follows the steps.",
-            query(_rate("act_journal_records_total"), "rank {{rank}}"),
+            query(rate("act_journal_records_total", _RANKED), "rank {{rank}}"),
             unit="short",
         ),
     ]
@@ -178,7 +169,7 @@ def _losses() -> list[timeseries.Panel]:
             "Errors inside the exporter, a minute",
             "By stage. No lines is good. Training goes on; the log has each cause once. `silent` "
             "is layers that do not run.",
-            query(f"60 * sum by (stage) ({_rate('act_errors_total')}) > 0", "{{stage}}"),
+            query(f"60 * sum by (stage) ({rate('act_errors_total', _RANKED)}) > 0", "{{stage}}"),
             unit="short",
             alerts=["ActExporterErrors", "ActHooksSilent"],
             width=8,
@@ -187,7 +178,10 @@ def _losses() -> list[timeseries.Panel]:
             "Journal records lost, a minute",
             "`queue`: the writer is too slow; `write`: the disk did not take them. No lines is "
             "good.",
-            query(f"60 * sum by (reason) ({_rate('act_journal_dropped_total')}) > 0", "{{reason}}"),
+            query(
+                f"60 * sum by (reason) ({rate('act_journal_dropped_total', _RANKED)}) > 0",
+                "{{reason}}",
+            ),
             unit="short",
             alerts=["ActJournalDropping"],
             width=8,
@@ -203,98 +197,5 @@ def _losses() -> list[timeseries.Panel]:
             unit="percentunit",
             alerts=["ActMemoryNearEnd"],
             width=8,
-        ),
-    ]
-
-
-def _machines() -> list[timeseries.Panel]:
-    names = {"receive": "in", "transmit": "out"}
-    idle = _rate("node_cpu_seconds_total", f'{_NODE}, mode="idle"')
-    outer = f'{_NODE}, device!~"lo|veth.*|docker.*|br-.*"'
-    return [
-        lines(
-            "CPU in use",
-            "Of all cores. A data loader that starves the trainer shows as 1 here, or as a GPU "
-            "that waits below.",
-            query(f"1 - avg by (instance) ({idle})", "{{instance}}"),
-            unit="percentunit",
-        ),
-        lines(
-            "Memory in use",
-            "What is not available. Where it comes to 1 the kernel ends a process, mostly the "
-            "trainer.",
-            query(
-                f"1 - node_memory_MemAvailable_bytes{{{_NODE}}} "
-                f"/ node_memory_MemTotal_bytes{{{_NODE}}}",
-                "{{instance}}",
-            ),
-            unit="percentunit",
-        ),
-        lines(
-            "Network",
-            "In, and out, without loopback and containers. All ranks alike is good.",
-            *(
-                query(
-                    f"sum by (instance) ({_rate(f'node_network_{way}_bytes_total', outer)})",
-                    f"{{{{instance}}}} {name}",
-                )
-                for way, name in names.items()
-            ),
-            unit="Bps",
-        ),
-        lines(
-            "Disks in use",
-            "The fullest file systems. A full one fails checkpoints and costs journal records.",
-            query(
-                f"""
-                topk(5, 1 - node_filesystem_avail_bytes{{{_NODE}, fstype!~"tmpfs|ramfs|overlay"}}
-                / node_filesystem_size_bytes{{{_NODE}, fstype!~"tmpfs|ramfs|overlay"}})
-                """,
-                "{{instance}} {{mountpoint}}",
-            ),
-            unit="percentunit",
-        ),
-    ]
-
-
-def _gpus() -> list[timeseries.Panel]:
-    gpu = "{{Hostname}} {{gpu}}"
-    used, free = (f"DCGM_FI_DEV_FB_{part}{{{_NODE}}}" for part in ("USED", "FREE"))
-    plain = {
-        "GPU in use": (
-            "DCGM_FI_DEV_GPU_UTIL",
-            "percent",
-            "Share of the time in which a kernel ran. High and alike is good; one below the others "
-            "makes all wait. In percent: from its version 4.9 on dcgm-exporter has shares instead.",
-        ),
-        "GPU temperature": (
-            "DCGM_FI_DEV_GPU_TEMP",
-            "celsius",
-            "Alike is good. One that is hotter is throttled, and slows all ranks.",
-        ),
-        "GPU power": (
-            "DCGM_FI_DEV_POWER_USAGE",
-            "watt",
-            "Follows the work. A fall on one is a rank that waits or has ended.",
-        ),
-        "GPU errors: the last XID": (
-            "DCGM_FI_DEV_XID_ERRORS",
-            "none",
-            "0 is good. Another number is the driver's last error: look it up in NVIDIA's list of "
-            "XIDs; 48, 63, 64, 74, 79, 94 and 95 are hardware.",
-        ),
-    }
-    return [
-        *(
-            lines(title, text, query(f"{metric}{{{_NODE}}}", gpu), unit=unit)
-            for title, (metric, unit, text) in plain.items()
-        ),
-        lines(
-            "GPU memory in use",
-            "Share of the frame buffer. Level is good; where it comes to 1, see the memory of the "
-            "trainer's devices above.",
-            query(f"{used} / ({used} + {free})", gpu),
-            unit="percentunit",
-            width=24,
         ),
     ]

@@ -30,17 +30,17 @@ def first(run: str) -> list[stat.Panel]:
                 "{{layer}} {{tensor}} ({{rule}})",
             ),
             unit="none",
-            color="red",
+            worse={0: "red"},
             named=True,
             width=8,
         ),
         number(
             "Began",
-            "When the last anomaly of the range was first seen; exact times stand in the table "
-            "below.",
+            "When the last anomaly of the range was first seen; the dashboard Layers has a table "
+            "of all of them, with their times.",
             instant(f"1000 * max(min_over_time(timestamp({onset})[$__range:]))"),
             unit="dateTimeFromNow",
-            color="red",
+            worse={0: "red"},
             none="nothing",
             width=4,
         ),
@@ -68,7 +68,6 @@ def first(run: str) -> list[stat.Panel]:
             ),
             unit="none",
             alerts=["ActDiagnosis"],
-            named=True,
             width=4,
         ).text_mode(BigValueTextMode.NAME),
     ]

@@ -20,11 +20,16 @@ CLEAR = "transparent"
 _ABOVE_ZERO = 0.001
 
 
-def steps(alerts: Sequence[str], calm: str, worse: str | None = None) -> dashboard.ThresholdsConfig:
-    """The colours of values: calm, `worse` from one on, and each alert's from where it fires."""
+def steps(
+    alerts: Sequence[str], calm: str, worse: Mapping[float, str] | None = None
+) -> dashboard.ThresholdsConfig:
+    """The colours of values: calm, each of `worse` from its value on, and each alert's.
+
+    What is judged here is never below 0; without data Grafana takes the lowest colour.
+    """
     colors: dict[float | None, str] = {None: calm}
-    if worse is not None:
-        colors[1] = worse
+    for value, color in (worse or {}).items():
+        colors[value] = color
     for each in map(rule, alerts):
         if each.limit is None:
             continue
@@ -32,7 +37,7 @@ def steps(alerts: Sequence[str], calm: str, worse: str | None = None) -> dashboa
         if each.sign.startswith(">"):
             colors[limit] = COLORS[each.severity]
         else:
-            colors |= {None: COLORS[each.severity], limit: calm}
+            colors |= {0: COLORS[each.severity], limit: calm}
     ordered = sorted(colors.items(), key=lambda step: (step[0] is not None, step[0] or 0.0))
     return (
         dashboard.ThresholdsConfig()

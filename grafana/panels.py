@@ -22,12 +22,16 @@ from grafana_foundation_sdk.cog.builder import Builder
 from grafana_foundation_sdk.cog.variants import Dataquery
 from grafana_foundation_sdk.models import common as values
 from grafana_foundation_sdk.models import dashboard as models
+from grafana_foundation_sdk.models import heatmap as heatmap_models
 from grafana_foundation_sdk.models import prometheus as prometheus_models
 
 from grafana.looks import CALM, CLEAR, legend, runbook, steps, words
 from grafana.rules import rule
 
 DATASOURCE = models.DataSourceRef(type_val="prometheus", uid="${datasource}")
+
+# Below what any logarithm to the base of ten comes to.
+_LEAST = -400.0
 
 Query = prometheus.Dataquery
 
@@ -79,7 +83,7 @@ def lines(
         side: the legend beside the panel, with each line's last and largest value.
     """
     panel = shared(timeseries.Panel(), title, text, queries, alerts, width, height=8)
-    panel.unit(unit).thresholds(steps(alerts, CLEAR)).show_points(values.VisibilityMode.NEVER)
+    panel.unit(unit).thresholds(steps(alerts, CLEAR)).show_points(values.VisibilityMode.AUTO)
     # A line that ends must be seen to end: nothing is drawn over a gap.
     panel.fill_opacity(4).line_width(1).span_nulls(False)
     panel.tooltip(
@@ -108,16 +112,16 @@ def number(
     unit: str,
     alerts: Sequence[str] = (),
     color: str = CALM,
-    worse: str | None = None,
+    worse: Mapping[float, str] | None = None,
     none: str = "none",
     named: bool = False,
     width: int = 3,
 ) -> stat.Panel:
     """One large number, or one a series.
 
-    `color` is what it has where no alert's number is passed, `worse` from one on; `none` stands
-    there without data; where it is `named` the series' legend stands above the value. The others
-    are as of `lines`.
+    `color` is what it has, without data too, where no alert's number is passed and none of the
+    values of `worse`; `none` stands there without data. Where it is `named` the series' legend
+    stands above the value. The others are as of `lines`.
     """
     panel = shared(stat.Panel(), title, text, queries, alerts, width, height=4)
     mode = values.BigValueTextMode.VALUE_AND_NAME if named else values.BigValueTextMode.VALUE
@@ -136,7 +140,7 @@ def timeline(
     alerts: Sequence[str] = (),
 ) -> statetimeline.Panel:
     """Bars from when to when, a row a series; its values are words with a colour."""
-    panel = shared(statetimeline.Panel(), title, text, queries, alerts, 12, height=7)
+    panel = shared(statetimeline.Panel(), title, text, queries, alerts, 12, height=8)
     panel.mappings([words(meanings)])
     panel.show_value(values.VisibilityMode.NEVER).merge_values(True).row_height(0.8)
     panel.no_value("none").fill_opacity(80).line_width(0)
@@ -155,9 +159,20 @@ def heat(
     panel.calculate(False).cell_gap(0).show_value(values.VisibilityMode.NEVER)
     panel.rows_frame(heatmap.RowsHeatmapOptions().layout(values.HeatmapCellLayout.AUTO))
     panel.color(
-        heatmap.HeatmapColorOptions().scheme("YlOrRd").steps(64).min(low).max(high).reverse(False)
+        heatmap.HeatmapColorOptions()
+        .mode(heatmap_models.HeatmapColorMode.SCHEME)
+        # From blue by yellow to red, in dark and in light, and for the colour-blind too.
+        .scheme("RdYlBu")
+        .fill("dark-orange")
+        .exponent(0.5)
+        .steps(64)
+        .min(low)
+        .max(high)
+        .reverse(False)
     )
     panel.y_axis(heatmap.YAxisConfig().reverse(True).axis_placement(values.AxisPlacement.LEFT))
+    # By default it leaves out what is 0 or less, as it mostly counts; a logarithm is often so.
+    panel.filter_values(heatmap.FilterValueRange().le(_LEAST))
     panel.cell_values(heatmap.CellValues().unit("none").decimals(2)).unit("none")
     panel.mode(values.TooltipDisplayMode.SINGLE).show_color_scale(True)
     return panel.show_legend()

@@ -60,7 +60,7 @@ def _counts() -> list[stat.Panel]:
             "0 is good. The table below tells which, and where it began.",
             instant(f"{by_run} ({firing(_RUN, 'critical')})) or vector(0)"),
             unit="none",
-            worse="red",
+            worse={1: "red"},
             width=4,
         ),
         number(
@@ -68,7 +68,7 @@ def _counts() -> list[stat.Panel]:
             "0 is good; a warning can wait for the day.",
             instant(f"{by_run} ({firing(_RUN, 'warning')})) or vector(0)"),
             unit="none",
-            worse="orange",
+            worse={1: "orange"},
             width=4,
         ),
         number(
@@ -78,7 +78,7 @@ def _counts() -> list[stat.Panel]:
             "ended out of prometheus.yml.",
             instant('count(up{job="act-exporter"} == 0) or vector(0)'),
             unit="none",
-            worse="red",
+            worse={1: "red"},
             width=4,
         ),
         number(

@@ -47,21 +47,11 @@ def rows(
     width: int = 24,
 ) -> table.Panel:
     """A table of the queries' rows, those joined whose labels are equal; sorted, largest first."""
-    panel = shared(table.Panel(), title, text, queries, alerts, width, height=7)
+    panel = shared(table.Panel(), title, text, queries, alerts, width, height=8)
     panel.unit("none").no_value(none).thresholds(steps((), CALM)).show_header(True)
     panel.align(values.FieldTextAlignment.AUTO).cell_options(values.TableAutoCellOptions())
     panel.sort_by([common.TableSortByFieldState().display_name(sort_by).desc(True)])
-    panel.with_transformation(models.DataTransformerConfig(id_val="merge", options={}))
-    panel.with_transformation(
-        models.DataTransformerConfig(
-            id_val="organize",
-            options={
-                "excludeByName": {"Time": True},
-                "indexByName": {column.source: place for place, column in enumerate(columns)},
-                "renameByName": {column.source: column.name for column in columns},
-            },
-        )
-    )
+    panel.transformations(_joined(columns))
     for column in columns:
         panel.override_by_name(column.name, _properties(column))
     return panel
@@ -73,21 +63,10 @@ def points(
     *queries: Query,
     x: Column,
     ys: Sequence[Column],
-    hidden: Sequence[str] = (),
 ) -> xychart.Panel:
-    """A point a row of the joined queries; a label that is in the tooltip only is in neither."""
+    """A point a row of the joined queries; its labels are in the tooltip."""
     panel = shared(xychart.Panel(), title, text, queries, (), 24, height=9)
-    panel.with_transformation(models.DataTransformerConfig(id_val="merge", options={}))
-    panel.with_transformation(
-        models.DataTransformerConfig(
-            id_val="organize",
-            options={
-                "excludeByName": dict.fromkeys(("Time", *hidden), True),
-                "indexByName": {},
-                "renameByName": {column.source: column.name for column in (x, *ys)},
-            },
-        )
-    )
+    panel.transformations(_joined([x, *ys]))
     panel.mapping(xychart_models.SeriesMapping.MANUAL).series([_pair(x, y) for y in ys])
     panel.show(xychart_models.XYShowMode.POINTS).unit(ys[0].unit)
     panel.point_size(xychart.XychartFieldConfigPointSize().fixed(7))
@@ -100,6 +79,19 @@ def points(
     )
     panel.tooltip(common.VizTooltipOptions().mode(values.TooltipDisplayMode.SINGLE))
     return panel.legend(legend(side=False))
+
+
+def _joined(columns: Sequence[Column]) -> list[models.DataTransformerConfig]:
+    """One table of all queries, its columns in this order under their names."""
+    names = {
+        "excludeByName": {"Time": True},
+        "indexByName": {column.source: place for place, column in enumerate(columns)},
+        "renameByName": {column.source: column.name for column in columns},
+    }
+    return [
+        models.DataTransformerConfig(id_val="merge", options={}),
+        models.DataTransformerConfig(id_val="organize", options=names),
+    ]
 
 
 def _properties(column: Column) -> list[models.DynamicConfigValue]:
@@ -124,9 +116,11 @@ def _pair(x: Column, y: Column) -> xychart.XYSeriesConfig:
     def named(column: Column) -> xychart.MatcherConfig:
         return xychart.MatcherConfig().id("byName").options(column.name)
 
+    only = xychart.MatcherConfig().id("byIndex").options(0)
     return (
         xychart.XYSeriesConfig()
         .name(xychart.XychartXYSeriesConfigName().fixed(y.name))
+        .frame(xychart.XychartXYSeriesConfigFrame().matcher(only))
         .x(xychart.XychartXYSeriesConfigX().matcher(named(x)))
         .y(xychart.XychartXYSeriesConfigY().matcher(named(y)))
     )

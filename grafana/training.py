@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from grafana_foundation_sdk.builders import statetimeline, timeseries
 
-from grafana import incident
+from act_exporter.rules import DEFAULTS
+from grafana import incident, receiver
 from grafana.boards import Board, rank
 from grafana.looks import band
 from grafana.panels import Row, lines, query, timeline
 from grafana.rules import limit
+from grafana.selection import RUN
 
-_RUN = 'run="$run"'
-_RANKED = f'{_RUN}, rank=~"$rank"'
+_RANKED = f'{RUN}, rank=~"$rank"'
 _SIGMA = limit("ActLossSpike")
 
 
@@ -24,12 +25,12 @@ def board() -> Board:
         rows=[
             Row(
                 title="What went first, and what was done about it",
-                panels=[*incident.first(_RUN), *incident.done(_RUN)],
+                panels=[*incident.first(RUN), *incident.done(RUN)],
             ),
             Row(title="Loss and gradient", panels=[*_loss(), *_gradient()]),
             Row(title="Learning rate and updates", panels=_updates()),
             Row(title="Steps, checkpoints and rollbacks", panels=_recovery()),
-            Row(title="Requests and messages, of all runs of the receiver", panels=_receiver()),
+            Row(title="Requests and messages, of all runs", panels=receiver.panels()),
         ],
     )
 
@@ -45,8 +46,8 @@ def _loss() -> list[timeseries.Panel]:
     panel = lines(
         "Loss",
         "The loss, and its peak of the last two minutes; the band goes from the mean of the last "
-        f"500 calm sampled steps to {_SIGMA:g} standard deviations above it. Good is a line that "
-        "falls slowly inside the band; at a spike compare when the layers rose.",
+        f"{DEFAULTS.window} calm sampled steps to {_SIGMA:g} standard deviations above it. Good "
+        "is a line that falls slowly inside the band; at a spike compare when the layers rose.",
         query(f"avg by (run) (act_loss{{{_RANKED}}})", "loss"),
         query(_of_ranks("act_loss_peak"), "peak"),
         query(f"{mean} + {_SIGMA:g} * {deviation}", high),
@@ -59,7 +60,7 @@ def _loss() -> list[timeseries.Panel]:
             "Loss: standard deviations above its window",
             "Of the highest loss of the last two minutes that was also twice the mean. No line, or "
             "0, is good.",
-            query(f"run:act_loss_peak_zscore:max{{{_RUN}}}", "sigma"),
+            query(f"run:act_loss_peak_zscore:max{{{RUN}}}", "sigma"),
             unit="short",
             alerts=["ActLossSpike"],
         ),
@@ -73,7 +74,8 @@ def _gradient() -> list[timeseries.Panel]:
     return [
         lines(
             "Gradient norm before clipping",
-            "Of all parameters, the loss scale taken out, with the mean of the last 500 calm "
+            "Of all parameters, the loss scale taken out, with the mean of the last "
+            f"{DEFAULTS.window} calm "
             f"sampled steps and {explosion:g} times it. Good is near the mean. One that explodes "
             "while all layers are calm is a wrong backward pass.",
             query(_of_ranks("act_grad_norm_peak"), "peak"),
@@ -87,7 +89,7 @@ def _gradient() -> list[timeseries.Panel]:
             "Gradient norm over its mean",
             "The highest of the last two minutes that was high (5 sigma and five times the "
             "mean). No line, or 0, is good.",
-            query(f"run:act_grad_norm_peak_ratio:max{{{_RUN}}}", "times the mean"),
+            query(f"run:act_grad_norm_peak_ratio:max{{{RUN}}}", "times the mean"),
             unit="short",
             alerts=["ActGradientExplosion"],
         ),
@@ -95,7 +97,7 @@ def _gradient() -> list[timeseries.Panel]:
             "Gradient norm against its mean, least",
             "The smallest rank's. Around 1 is good; near 0 the gradient vanishes and nothing "
             "learns.",
-            query(f"run:act_grad_norm_peak:window_ratio_min{{{_RUN}}}", "times the mean"),
+            query(f"run:act_grad_norm_peak:window_ratio_min{{{RUN}}}", "times the mean"),
             unit="short",
             alerts=["ActGradientVanishing"],
             log=True,
@@ -104,18 +106,18 @@ def _gradient() -> list[timeseries.Panel]:
             "Sampled steps in a row with a moved median",
             "How long the median of the last 20 values has been far above its window. 0 is good; a "
             "gradient norm at the line is rolled back.",
-            query(f"max by (run) (act_grad_norm_{shifted}{{{_RUN}}})", "gradient norm"),
-            query(f"run:act_loss_{shifted}:max{{{_RUN}}}", "loss"),
+            query(f"max by (run) (act_grad_norm_{shifted}{{{RUN}}})", "gradient norm"),
+            query(f"run:act_loss_{shifted}:max{{{RUN}}}", "loss"),
             unit="none",
             alerts=["ActGradientRunaway", "ActLossShifted"],
         ),
         lines(
             "Steps with a loss or a gradient that is not finite, a minute",
-            "0 is good. Any at all: see which layer had NaN or Inf first.",
+            "No lines is good. Any at all: see which layer had NaN or Inf first.",
             *(
                 query(
                     f"60 * max by (run) (rate(act_{signal}_nonfinite_total{{{_RANKED}}}"
-                    "[$__rate_interval]))",
+                    "[$__rate_interval])) > 0",
                     name,
                 )
                 for signal, name in {"loss": "loss", "grad_norm": "gradient norm"}.items()
@@ -126,7 +128,7 @@ def _gradient() -> list[timeseries.Panel]:
         lines(
             "Verdicts",
             "The kind of fault that the trainer takes it for, while it does. No lines is good.",
-            query(f"run:act_diagnosis:max{{{_RUN}}} > 0", "{{verdict}}"),
+            query(f"run:act_diagnosis:max{{{RUN}}} > 0", "{{verdict}}"),
             unit="none",
             alerts=["ActDiagnosis"],
         ),
@@ -165,7 +167,7 @@ def _updates() -> list[timeseries.Panel]:
             "Update at its learning rate, over its mean",
             "The highest of the last two minutes that was high. No line, or 0, is good; a spike at "
             "the first step after a resume is a lost optimizer state.",
-            query(f"run:act_update_rms_peak_ratio:max{{{_RUN}}}", "times the mean"),
+            query(f"run:act_update_rms_peak_ratio:max{{{RUN}}}", "times the mean"),
             unit="short",
             alerts=["ActUpdateSpike"],
         ),
@@ -174,7 +176,7 @@ def _updates() -> list[timeseries.Panel]:
             "Near 0 is good. Where many stay, updates are rounded away: keep the weights in "
             "float32.",
             query(_of_ranks("act_update_unchanged_ratio"), "left unchanged"),
-            query(f"run:act_update_unchanged_ratio:min10m{{{_RUN}}}", "least of 10 minutes"),
+            query(f"run:act_update_unchanged_ratio:min10m{{{RUN}}}", "least of 10 minutes"),
             unit="percentunit",
             alerts=["ActUpdatesLost"],
         ),
@@ -188,13 +190,13 @@ def _recovery() -> list[timeseries.Panel | statetimeline.Panel]:
             "The distance is what a crash would cost. A fall of the step is a rollback; it should "
             "pass the old place again.",
             query(_of_ranks("act_step"), "step"),
-            query(f"max by (run) (act_checkpoint_last_step{{{_RUN}}})", "checkpoint"),
+            query(f"max by (run) (act_checkpoint_last_step{{{RUN}}})", "checkpoint"),
             unit="none",
         ),
         lines(
             "Age of the newest checkpoint",
             "Falling to 0 every 15 minutes at least is good.",
-            query(f"run:act_checkpoint_last_success_timestamp_seconds:age{{{_RUN}}}", "age"),
+            query(f"run:act_checkpoint_last_success_timestamp_seconds:age{{{RUN}}}", "age"),
             unit="s",
             alerts=["ActCheckpointStale"],
         ),
@@ -202,14 +204,14 @@ def _recovery() -> list[timeseries.Panel | statetimeline.Panel]:
             "Time of a save",
             "From the step's boundary to complete files; training goes on meanwhile. Steady is "
             "good; one that grows is a slow disk.",
-            query(f"max by (run) (act_checkpoint_save_seconds{{{_RUN}}})", "save"),
+            query(f"max by (run) (act_checkpoint_save_seconds{{{RUN}}})", "save"),
             unit="s",
             width=8,
         ),
         lines(
             "Saves that failed, of the last half hour",
             "No line is good. A full disk fails the next one too: make room.",
-            query(f"run:act_checkpoint_failures:increase30m{{{_RUN}}}", "failed"),
+            query(f"run:act_checkpoint_failures:increase30m{{{RUN}}}", "failed"),
             unit="short",
             alerts=["ActCheckpointFailing"],
             width=8,
@@ -218,7 +220,7 @@ def _recovery() -> list[timeseries.Panel | statetimeline.Panel]:
             "Checkpoints on disk by health",
             "Confirmed ones have a clean stretch behind them; pending ones wait for it; suspect "
             "and corrupt ones are never gone back to. One confirmed at least is good.",
-            query(f"sum by (health) (act_checkpoints{{{_RUN}}})", "{{health}}"),
+            query(f"sum by (health) (act_checkpoints{{{RUN}}})", "{{health}}"),
             unit="none",
             width=8,
         ),
@@ -226,81 +228,15 @@ def _recovery() -> list[timeseries.Panel | statetimeline.Panel]:
             "Generations: each rollback begins a new one",
             "One bar is good. Each further one begins with a rollback, in the process or by a "
             "restart; many short ones are an anomaly that comes back.",
-            query(f"max by (generation) (act_run_info{{{_RUN}}})", "generation {{generation}}"),
+            query(f"max by (generation) (act_run_info{{{RUN}}})", "generation {{generation}}"),
             meanings={1: ("trains", "blue")},
         ),
         lines(
             "Rollbacks left",
             "What the guard may still make. They come back when the place of the last anomaly is "
             "behind and calm; at 0 the next request halts the run.",
-            query(f"min by (run) (act_rollback_budget_remaining{{{_RUN}}})", "left"),
+            query(f"min by (run) (act_rollback_budget_remaining{{{RUN}}})", "left"),
             unit="none",
             alerts=["ActRollbackBudgetSpent"],
-        ),
-    ]
-
-
-def _receiver() -> list[timeseries.Panel]:
-    by = {
-        "Decisions about what alerts ask for": (
-            "act_recovery_requests_total",
-            "action, outcome",
-            "`requested` is a request to a guard; `open`, `limited` and `covered` join one that "
-            "there is; `refused` is not for us. What people should see here after an anomaly is "
-            "one `requested`.",
-        ),
-        "Requests that ended": (
-            "act_recovery_answers_total",
-            "action, result",
-            "`done` is good; `refused`: the trainer has seen no bad step; `failed` or `lost`: act.",
-        ),
-        "Notifications from Alertmanager": (
-            "act_webhook_deliveries_total",
-            "code",
-            "By the answer's HTTP code. 202 is good; 401 is a wrong token; 503 means that the "
-            "receiver could not write them down, and they come again.",
-        ),
-        "Messages to people": (
-            "act_notifications_total",
-            "target, result",
-            "`sent` is good, `retried` comes again, `failed` was given up: somebody heard nothing.",
-        ),
-    }
-    panels = [
-        lines(
-            f"{title}, a minute",
-            text,
-            query(
-                f"60 * sum by ({labels}) (rate({metric}[$__rate_interval])) > 0",
-                " ".join(f"{{{{{label}}}}}" for label in labels.split(", ")),
-            ),
-            unit="short",
-        )
-        for title, (metric, labels, text) in by.items()
-    ]
-    return [
-        *panels,
-        lines(
-            "Since Alertmanager last posted the watchdog",
-            "Under two minutes is good. One that grows means that alerts do not get through: the "
-            "receiver then tells people itself.",
-            query("act_watchdog_age_seconds", "{{instance}}"),
-            unit="s",
-            alerts=["ActWatchdog"],
-        ),
-        lines(
-            "Messages given up, of the last six minutes",
-            "By Alertmanager and by the receiver. 0 is good. By webhook go the requests to the "
-            "trainer; all else goes to people.",
-            query(
-                "sum by (integration) (increase(alertmanager_notifications_failed_total[6m]))",
-                "Alertmanager: {{integration}}",
-            ),
-            query(
-                'sum by (target) (increase(act_notifications_total{result="failed"}[6m]))',
-                "receiver: {{target}}",
-            ),
-            unit="short",
-            alerts=["ActNotificationsFailing", "ActMessagesFailing"],
         ),
     ]

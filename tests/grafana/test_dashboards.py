@@ -74,10 +74,10 @@ def test_they_are_what_the_source_renders() -> None:
 
 def test_the_four_are_there() -> None:
     assert {each.uid: each.title for each in DASHBOARDS} == {
-        "act-runs": "Training: Runs",
-        "act-layers": "Training: Layers",
-        "act-training": "Training: Training and recovery",
-        "act-exporter": "Training: Exporter health",
+        "act-runs": "act-exporter / Runs",
+        "act-layers": "act-exporter / Layers",
+        "act-training": "act-exporter / Training and recovery",
+        "act-exporter": "act-exporter / Exporter health",
     }
 
 
@@ -85,6 +85,8 @@ def test_the_four_are_there() -> None:
 class TestEach:
     def test_an_import_makes_it_anew(self, dashboard: Dashboard) -> None:
         assert dashboard.raw["id"] is None
+        # Of Grafana 11.6; an older one reads a newer schema at its own risk.
+        assert dashboard.raw["schemaVersion"] == 41
         [source] = [each for each in dashboard.variables if each.type == "datasource"]
         assert (source.name, source.query) == ("datasource", "prometheus")
         text = str(dashboard.raw)
@@ -165,7 +167,7 @@ def test_every_alert_stands_on_a_panel_with_its_number_and_its_runbook(name: str
             continue
         falling = re.search(r" (<=?|==) ", expression) is not None
         steps = panel.thresholds
-        [place] = [
+        *_, place = [
             place
             for place, step in enumerate(steps)
             if step.value is not None and abs(step.value - float(number[1])) <= 0.001
