@@ -113,8 +113,8 @@ def _timeseries(axes: Axes, drawn: Drawn) -> None:
         dashed = own.custom.get("lineStyle", {}).get("fill") == "dash"
         style = (0, (4, 3)) if dashed else "solid"
         axes.plot(times, values, color=color, linewidth=1.3 * width, linestyle=style)
-        if sum(map(math.isfinite, values)) == 1:
-            axes.plot(times, values, ".", color=color)
+        lonely = _lonely(values)
+        axes.plot([times[at] for at in lonely], [values[at] for at in lonely], ".", color=color)
         if own.custom.get("fillBelowTo") in by_name:
             low = by_name[own.custom["fillBelowTo"]]
             floors = dict(zip(low.times, low.values, strict=True))
@@ -127,6 +127,9 @@ def _timeseries(axes: Axes, drawn: Drawn) -> None:
     else:
         axes.yaxis.set_major_locator(MaxNLocator(5))
         _linear_limits(axes, [value for series in drawn.series for value in series.values])
+        soft = defaults.custom.get("axisSoftMax")
+        if soft is not None:
+            axes.set_ylim(top=max(axes.get_ylim()[1], soft))
     axes.yaxis.set_major_formatter(_in_unit(defaults, drawn.view.end))
     axes.grid(axis="y", color=GRID, linewidth=0.8)
     if defaults.custom.get("thresholdsStyle", {}).get("mode") == "dashed+area":
@@ -172,12 +175,16 @@ def _legend(axes: Axes, drawn: Drawn, shown: list[tuple[Series, str, bool]]) -> 
     width, height = axes.bbox.width, axes.bbox.height
     if options["placement"] == "right":
         shown = sorted(shown, key=lambda each: -max(each[0].values))
-        axes.text(1.235, 1.0, "Last *", transform=axes.transAxes, ha="right", size=TINY, color=FAINT)
+        axes.text(
+            1.235, 1.0, "Last *", transform=axes.transAxes, ha="right", size=TINY, color=FAINT
+        )
         axes.text(1.29, 1.0, "Max", transform=axes.transAxes, ha="right", size=TINY, color=FAINT)
         for place, (series, color, _) in enumerate(shown):
             y = 1 - (place + 1) * 19 / height
             own = look(drawn.panel, series.name)
-            axes.plot([1.015, 1.027], [y + 6 / height] * 2, color=color, linewidth=3, **_outside(axes))
+            axes.plot(
+                [1.015, 1.027], [y + 6 / height] * 2, color=color, linewidth=3, **_outside(axes)
+            )
             axes.text(1.033, y, series.name, transform=axes.transAxes, size=TINY, color=TEXT)
             for x, value in ((1.235, series.values[-1]), (1.29, max(series.values))):
                 said = own.text(value, drawn.view.end)
@@ -216,7 +223,9 @@ def _state_timeline(axes: Axes, drawn: Drawn) -> None:
             axes.broken_barh([(at, step)], (place - 0.36, 0.72), facecolors=color, linewidth=0)
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.set_yticks(range(len(names)), names, fontsize=TINY)
-    colors = dict.fromkeys((word["text"], word["color"]) for word in look(drawn.panel).words.values())
+    colors = dict.fromkeys(
+        (word["text"], word["color"]) for word in look(drawn.panel).words.values()
+    )
     x, height = 0.0, axes.bbox.height
     for said, color in colors:
         y = -46 / height
@@ -241,7 +250,9 @@ def _heatmap(axes: Axes, drawn: Drawn) -> None:
             cells.append([(left, place), (right, place), (right, place + 1), (left, place + 1)])
             values.append(value)
     colors = options["color"]
-    mesh = PolyCollection(cells, array=values, cmap=colors["scheme"], linewidths=0, antialiased=False)
+    # Grafana turns the schemes with two ends round: blue is low.
+    scheme = colors["scheme"] + ("_r" if colors["scheme"].startswith("Rd") else "")
+    mesh = PolyCollection(cells, array=values, cmap=scheme, linewidths=0, antialiased=False)
     mesh.set_clim(colors["min"], colors["max"])
     axes.add_collection(mesh)
     upside_down = options["yAxis"]["reverse"]
@@ -302,9 +313,7 @@ def _table(axes: Axes, drawn: Drawn) -> None:
                 break
             value = row.get(name)
             filled = looks[name].custom["cellOptions"]["type"] == "color-background"
-            color = (
-                looks[name].background(value) if filled and isinstance(value, float) else "none"
-            )
+            color = looks[name].background(value) if filled and isinstance(value, float) else "none"
             axes.fill_between([left, left + wide], top + 1, top + 26, color=color, linewidth=0)
             ink = TEXT if color == "none" else "white"
             axes.text(left + 8, top + 14, cell[name], va="center", size=size, color=ink)
@@ -348,6 +357,14 @@ def _with_gaps(series: Series, step: float, *, positive: bool) -> tuple[list[flo
         times.append(at)
         values.append(value if value > 0 or not positive else math.nan)
     return times, values
+
+
+def _lonely(values: Sequence[float]) -> list[int]:
+    """Places of values without a neighbour, of which no line would tell."""
+    known = [False, *map(math.isfinite, values), False]
+    return [
+        at for at in range(len(values)) if known[at + 1] and not known[at] and not known[at + 2]
+    ]
 
 
 _KINDS: dict[str, Callable[[Axes, Drawn], None]] = {

@@ -1,8 +1,8 @@
 """Pictures of the dashboards:  python -m tests.grafana.pictures [-o docs/images]
 
-Plays the recorded incident (about a minute) and draws each dashboard's panels with matplotlib, where
-the dashboard has them, from its own queries' answers. They are no screenshots: Grafana cannot be
-installed on the project's machines.
+Plays the recorded incident (about a minute) and draws each dashboard's panels with matplotlib, in
+their places, from its own queries' answers. They are no screenshots: Grafana cannot be installed on
+the project's machines.
 """
 
 from __future__ import annotations
@@ -95,7 +95,11 @@ def picture(recording: Recording, dashboard: Dashboard, path: Path) -> None:
             if raw["type"] == "row":
                 _row(figure, height, below, raw)
             else:
-                box = (raw["gridPos"]["x"] * COLUMN + GAP, below, raw["gridPos"]["w"] * COLUMN - GAP)
+                box = (
+                    raw["gridPos"]["x"] * COLUMN + GAP,
+                    below,
+                    raw["gridPos"]["w"] * COLUMN - GAP,
+                )
                 _panel(figure, height, box, tall - GAP, panels[raw["id"]], view, marks)
         figure.savefig(path)
     with Image.open(path) as image:
@@ -145,9 +149,7 @@ def _row(figure: Figure, height: float, below: float, raw: Mapping[str, Any]) ->
     figure.text(14 / WIDTH, y, said, va="center", size=12, weight="bold")
     if "dcgm" in raw["title"]:
         made_up = "no GPU was here: a static page with made-up values"
-        figure.text(
-            1 - 14 / WIDTH, y, made_up, va="center", ha="right", size=SMALL, style="italic"
-        )
+        figure.text(1 - 14 / WIDTH, y, made_up, va="center", ha="right", size=SMALL, style="italic")
 
 
 def _panel(

@@ -1,4 +1,4 @@
-"""What Grafana does with a dashboard's queries: it puts variables and macros in, and asks Prometheus.
+"""What Grafana does with a dashboard's queries: variables and macros put in, Prometheus asked.
 
 Written to the sources of Grafana's Prometheus plugin: how values are escaped and joined, what the
 macros become, how a series is named.

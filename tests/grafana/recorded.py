@@ -19,10 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import requests
 import yaml
 
-from deploy.demo.servers import REPOSITORY, Server, binary, free_port, running
+from deploy.demo.servers import REPOSITORY, Server, free_port, running
 from deploy.demo.stack import Stack, stack
 from tests.grafana.trainer import FAULT_LAYER
 
@@ -196,7 +195,9 @@ def _play(servers: Stack, trainer: Server, fault: Path) -> dict[str, Any]:
     fault.touch()
     trainer.wait_for(lambda: now("act_rollbacks_total") == 1, "a rollback", 60)
     times["rollback"] = seen("act_rollbacks_total")
-    begun = re.search(r"WARNING fault: .* before step (\d+)$", trainer.log.read_text(), re.MULTILINE)
+    begun = re.search(
+        r"WARNING fault: .* before step (\d+)$", trainer.log.read_text(), re.MULTILINE
+    )
     assert begun is not None
     goal = int(begun[1]) + STEPS_AFTER
     trainer.wait_for(lambda: reached(goal, times["rollback"]), f"step {goal}", 90)

@@ -1,4 +1,4 @@
-"""The rows of a panel whose queries are asked as tables: joined, chosen and renamed as in Grafana."""
+"""The rows of a panel that asks for tables: joined, chosen and renamed as in Grafana."""
 
 from __future__ import annotations
 

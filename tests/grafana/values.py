@@ -82,7 +82,9 @@ def look(panel: Panel, name: str = "") -> Look:
     return Look(
         unit=found.get("unit", ""),
         decimals=found.get("decimals"),
-        color=COLORS[found["color"]["fixedColor"]] if "fixedColor" in found.get("color", {}) else None,
+        color=COLORS[found["color"]["fixedColor"]]
+        if "fixedColor" in found.get("color", {})
+        else None,
         steps=[
             (-math.inf if step["value"] is None else step["value"], step["color"]) for step in steps
         ],
