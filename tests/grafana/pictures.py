@@ -20,8 +20,9 @@ from matplotlib.patches import Rectangle
 from PIL import Image
 
 from deploy.demo.servers import REPOSITORY
+from tests.grafana.canvas import FAINT, SMALL, TEXT, TINY, Drawn, Mark
 from tests.grafana.dashboards import Dashboard, Panel, load
-from tests.grafana.drawing import FAINT, SMALL, TEXT, Drawn, Mark, draw
+from tests.grafana.drawing import draw
 from tests.grafana.queries import View
 from tests.grafana.recorded import RUN, Recording, record
 from tests.grafana.values import COLORS
@@ -139,8 +140,8 @@ def _head(
     text(14, 58, view.choices(), size=SMALL, color=FAINT)
     x = 14.0
     for mark in {mark.title: mark for mark in sorted(marks, key=lambda each: each.begin)}.values():
-        text(x, 86, f"┆ {mark.title}", size=SMALL, color=mark.color)
-        x += len(mark.title) * 8 + 30
+        text(x, 86, f"┆ {mark.title}", size=TINY, color=mark.color)
+        x += len(mark.title) * 6.7 + 26
 
 
 def _row(figure: Figure, height: float, below: float, raw: Mapping[str, Any]) -> None:
