@@ -120,7 +120,7 @@ def _linear_limits(axes: Axes, values: Sequence[float]) -> None:
     if not finite or min(finite) < 0:
         return
     low, high = min(finite), max(finite)
-    if low < 0.6 * high or high - low < 0.05 * high or not high:
+    if low < 0.75 * high or high - low < 0.05 * high or not high:
         axes.set_ylim(0, high * 1.08 or 1)
 
 

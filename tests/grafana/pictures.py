@@ -104,8 +104,9 @@ def picture(recording: Recording, dashboard: Dashboard, path: Path) -> None:
                 _panel(figure, height, box, tall - GAP, panels[raw["id"]], view, marks)
         figure.savefig(path)
     with Image.open(path) as image:
+        # A third of the size: large areas are of few colours, which this method leaves as they are.
         kept = image.convert("RGB").quantize(
-            method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE
+            method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE
         )
     kept.save(path, optimize=True)
 
