@@ -33,6 +33,8 @@ FAULT_STEP = 500
 """At the earliest: baselines and windows are there after 400 steps."""
 STEPS_AFTER = 500
 """Beyond the fault's, healthy ones; what looking costs is known after 1,000 in all."""
+PATIENCE_SECONDS = 180.0
+"""At most for anything that is waited for, on a machine with much else to do."""
 CALM_SECONDS = 20.0
 """At least so long before the fault and after the rollback, however fast the machine is."""
 
@@ -188,18 +190,20 @@ def _play(servers: Stack, trainer: Server, fault: Path) -> dict[str, Any]:
         return servers.value(ratio.replace(RUN, HEALTHY_RUN, 1))
 
     times = {"start": trainer.wait_for(lambda: seen("act_step"), "a first step")}
-    times["settled"] = trainer.wait_for(settled, "a baseline of every layer", 90) or 0
-    trainer.wait_for(lambda: reached(FAULT_STEP, times["start"]), f"step {FAULT_STEP}", 90)
-    trainer.wait_for(peers_settled, "a baseline of the healthy run", 90)
+    times["settled"] = trainer.wait_for(settled, "a baseline of every layer", PATIENCE_SECONDS)
+    trainer.wait_for(
+        lambda: reached(FAULT_STEP, times["start"]), f"step {FAULT_STEP}", PATIENCE_SECONDS
+    )
+    trainer.wait_for(peers_settled, "a baseline of the healthy run", PATIENCE_SECONDS)
     times["fault"] = seen("act_step")
     fault.touch()
-    trainer.wait_for(lambda: now("act_rollbacks_total") == 1, "a rollback", 60)
+    trainer.wait_for(lambda: now("act_rollbacks_total") == 1, "a rollback", PATIENCE_SECONDS)
     times["rollback"] = seen("act_rollbacks_total")
     begun = re.search(
         r"WARNING fault: .* before step (\d+)$", trainer.log.read_text(), re.MULTILINE
     )
     assert begun is not None
     goal = int(begun[1]) + STEPS_AFTER
-    trainer.wait_for(lambda: reached(goal, times["rollback"]), f"step {goal}", 90)
+    trainer.wait_for(lambda: reached(goal, times["rollback"]), f"step {goal}", PATIENCE_SECONDS)
     times["end"] = seen("act_step")
     return times | {"fault_step": int(begun[1])}
