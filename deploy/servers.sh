@@ -1,6 +1,6 @@
 #!/bin/sh
-# Finds Prometheus, promtool, Alertmanager and amtool, and links them into DIR/bin; vmalert too,
-# which only a test of the rules needs, where it can be had.
+# Finds Prometheus, promtool, Alertmanager and amtool, and links them into DIR/bin; where they can
+# be had, vmalert and node_exporter too, which only tests of the rules and the dashboards need.
 # In this order: the folder in ACT_SERVERS, the PATH, Debian's packages unpacked into DIR
 # (no root, no daemon, nothing outside DIR). Usage: servers.sh DIR
 set -eu
@@ -9,8 +9,14 @@ dir=${1:?usage: servers.sh DIR}
 mkdir -p "$dir/bin"
 dir=$(cd "$dir" && pwd)
 
-# Debian calls Alertmanager's binary prometheus-alertmanager; upstream's archive, alertmanager.
-names_of() { [ "$1" = alertmanager ] && echo "prometheus-alertmanager alertmanager" || echo "$1"; }
+# Debian calls two binaries otherwise than upstream's archives do.
+names_of() {
+    case $1 in
+        alertmanager) echo "prometheus-alertmanager alertmanager" ;;
+        node_exporter) echo "prometheus-node-exporter node_exporter" ;;
+        *) echo "$1" ;;
+    esac
+}
 
 find_in() { # FOLDER NAME: the path of the program in that folder
     for name in $(names_of "$2"); do
@@ -31,7 +37,9 @@ link_all() { # FINDER...: links every program that the finder knows; fails if on
         found=$("$@" "$program") || return 1
         ln -sf "$found" "$dir/bin/$program"
     done
-    ! found=$("$@" vmalert) || ln -sf "$found" "$dir/bin/vmalert"
+    for program in vmalert node_exporter; do
+        ! found=$("$@" $program) || ln -sf "$found" "$dir/bin/$program"
+    done
 }
 
 from_debian() {
@@ -46,8 +54,10 @@ from_debian() {
         apt-get -qq $own update 2>/dev/null &&
             apt-get -qq $own download prometheus prometheus-alertmanager 2>/dev/null || return 1
     }
-    # shellcheck disable=SC2086 # none, or two options and their values
-    apt-get -qq ${own-} download victoria-metrics 2>/dev/null || true
+    for package in victoria-metrics prometheus-node-exporter; do
+        # shellcheck disable=SC2086 # none, or two options and their values
+        apt-get -qq ${own-} download $package 2>/dev/null || true
+    done
     for package in ./*.deb; do dpkg -x "$package" "$dir/debian" || return 1; done
     rm -rf "$dir/apt"
     make_relocatable
@@ -66,8 +76,9 @@ make_relocatable() {
         "$bin/alertmanager.relocated" >"$bin/prometheus-alertmanager"
 }
 
-# Nothing to do where the same choice was made before and what it found is still there.
-if [ -f "$dir/.ready" ] && [ "$(cat "$dir/.ready")" = "${ACT_SERVERS:-}" ]; then
+# Nothing to do where the same choice was made before, by this script as it stands now, and what it
+# found is still there.
+if [ "$dir/.ready" -nt "$0" ] && [ "$(cat "$dir/.ready")" = "${ACT_SERVERS:-}" ]; then
     complete=yes
     for program in prometheus promtool alertmanager amtool; do
         [ -x "$dir/bin/$program" ] || complete=no

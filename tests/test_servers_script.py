@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -64,6 +65,15 @@ def test_those_on_the_path_are_taken(tmp_path: Path, tools: Path, servers: Path)
     assert "prometheus, version" in done.stdout
 
 
+def test_what_only_tests_need_is_taken_where_it_is(
+    tmp_path: Path, tools: Path, servers: Path
+) -> None:
+    (servers / "prometheus-node-exporter").symlink_to(binary("promtool"))  # as Debian calls it
+    done = run(tmp_path / "target", [tools, servers])
+    assert done.returncode == 0, done.stderr
+    assert linked(tmp_path / "target") == {*PROGRAMS, "node_exporter"}
+
+
 def test_those_of_the_variable_are_taken(tmp_path: Path, tools: Path, servers: Path) -> None:
     done = run(tmp_path / "target", [tools], Path("servers"))  # relative to where it is run
     assert done.returncode == 0, done.stderr
@@ -95,6 +105,13 @@ def test_a_second_run_does_nothing_until_the_choice_changes(
     assert run(target, [tools]).stdout == ""
     assert run(target, [tools], tmp_path / "nothing").returncode == 1
     assert run(target, [tools], servers).stdout
+
+
+def test_a_newer_script_looks_again(tmp_path: Path, tools: Path, servers: Path) -> None:
+    target = tmp_path / "target"
+    assert run(target, [tools, servers]).stdout
+    os.utime(target / ".ready", (0, 0))
+    assert run(target, [tools, servers]).stdout
 
 
 def test_a_link_that_leads_nowhere_any_more_is_made_anew(
