@@ -33,6 +33,7 @@ MODULES = (
     "window",
     "baseline",
     "exporter",
+    "chronicle",
     "collector",
     "gradients",
     "norms",
