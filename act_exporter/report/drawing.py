@@ -14,7 +14,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.figure import Figure, SubFigure
 
-from act_exporter.report.pictures import FAINT, INK
+from act_exporter.report.pictures import AFTER, AT, BAD, BEFORE, FAINT, INK, NONFINITE
 
 _WIDTH = 10.5  # inches
 
@@ -35,6 +35,17 @@ _STYLE: dict[Any, Any] = {
     "ytick.labelcolor": INK,
     "svg.fonttype": "path",
 }
+
+_PAGE = {
+    INK: "currentColor",
+    FAINT: "var(--faint)",
+    BAD: "var(--bad)",
+    BEFORE: "var(--before)",
+    AT: "var(--at)",
+    AFTER: "var(--after)",
+    NONFINITE: "var(--nonfinite)",
+}
+"""What a page has in place of colours: see page.css."""
 
 Draw = Callable[[Figure | SubFigure], None]
 """Draws one picture into a figure."""
@@ -61,7 +72,8 @@ def svg(draw: Draw, *, name: str, height: float, alternative: str) -> str:
     element = re.sub(r"<style.*?</style>", "", element, flags=re.DOTALL)
     for pattern in (r'(\bid=")', r'(href="#)', r"(url\(#)"):
         element = re.sub(pattern, rf"\1{name}-", element)
-    element = element.replace(INK, "currentColor").replace(FAINT, "var(--faint)")
+    for colour, own in _PAGE.items():
+        element = element.replace(colour, own)
     return element.replace("<svg ", f'<svg role="img" aria-label="{alternative}" ', 1)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.resources
 import math
 from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from datetime import UTC, datetime
 from html import escape
 
@@ -17,6 +18,10 @@ from act_exporter.report.timeline import Event
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 """Nothing is fetched and nothing runs, whatever a layer is called."""
+
+
+Cell = str | tuple[str, str]
+"""A table's: a text, or one with another below it."""
 
 
 def page(title: str, outcome: str, sections: Iterable[str], footer: str) -> str:
@@ -76,22 +81,30 @@ def figure(svg: str, caption: str) -> str:
     )
 
 
+def facts(found: Iterable[tuple[str, str, str]]) -> str:
+    """What is read first: a name, a value, and a word on it."""
+    cells = (
+        f"<div><dt>{escape(name)}</dt><dd>{_twofold((value, more))}</dd></div>"
+        for name, value, more in found
+    )
+    return f"<dl>{''.join(cells)}</dl>"
+
+
 def timeline_table(events: Sequence[Event], began: float) -> str:
     """The timeline; letters are those in the pictures."""
-    rows = [
+    rows: list[list[Cell]] = [
         [
             event.letter,
-            words.clock(event.time),
             words.after(event.time - began),
+            (event.what, event.detail),
             "" if event.step is None else f"{event.step:,}",
-            event.what,
-            event.detail,
+            words.clock(event.time),
         ]
         for event in events
     ]
     day = datetime.fromtimestamp(began, UTC)
-    names = ["", f"UTC, {day:%Y-%m-%d}", "after the first bad step", "step", "what", ""]
-    return _table("The timeline of the incident", names, rows, numeric={2, 3})
+    names = ["", "from the start", "what", "step", f"UTC, {day:%Y-%m-%d}"]
+    return _table("The timeline of the incident", names, rows, numeric={1, 3, 4})
 
 
 def worst_table(values: Sequence[Value]) -> str:
@@ -173,17 +186,15 @@ def footer(recording: Recording) -> str:
 def _table(
     caption: str,
     names: Sequence[str],
-    rows: Iterable[Sequence[str]],
+    rows: Iterable[Sequence[Cell]],
     *,
-    numeric: set[int],
-    marked: set[int] = frozenset(),  # type: ignore[assignment]
+    numeric: AbstractSet[int],
+    marked: AbstractSet[int] = frozenset(),
 ) -> str:
-    def cells(row: Sequence[str], tag: str) -> str:
+    def cells(row: Sequence[Cell]) -> str:
         return "".join(
-            f'<{tag} class="number">{escape(text)}</{tag}>'
-            if place in numeric
-            else f"<{tag}>{escape(text)}</{tag}>"
-            for place, text in enumerate(row)
+            f"<td{_number_class(place in numeric)}>{_twofold(cell)}</td>"
+            for place, cell in enumerate(row)
         )
 
     head = "".join(
@@ -193,7 +204,7 @@ def _table(
         for place, name in enumerate(names)
     )
     body = "\n".join(
-        f"<tr{' class=chosen' if place in marked else ''}>{cells(row, 'td')}</tr>"
+        f"<tr{' class=chosen' if place in marked else ''}>{cells(row)}</tr>"
         for place, row in enumerate(rows)
     )
     return (
@@ -201,6 +212,11 @@ def _table(
         f'<caption class="hidden">{escape(caption)}</caption>'
         f"<thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table></div>"
     )
+
+
+def _twofold(cell: Cell) -> str:
+    text, more = (cell, "") if isinstance(cell, str) else cell
+    return escape(text) + (f"<small>{escape(more)}</small>" if more else "")
 
 
 def _number_class(numeric: bool) -> str:

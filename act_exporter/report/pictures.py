@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,15 +17,17 @@ from matplotlib.text import Text
 from matplotlib.transforms import blended_transform_factory
 
 from act_exporter.levels import Tensor
+from act_exporter.report import words
 from act_exporter.report.incident import HARD
 from act_exporter.report.piece import Floats
 from act_exporter.report.recording import Recording
 from act_exporter.report.timeline import Event
 
 INK, FAINT = "#1b1f24", "#8a8f98"
-"""Of text, and of lines that hold back. On a page they become the page's own, light or dark."""
+"""Of text, and of lines that hold back."""
 
-BAD, BEFORE, AFTER, NONFINITE = "#d1242f", "#0969da", "#2da44e", "#00b8a9"
+BAD, BEFORE, AT, AFTER, NONFINITE = "#d1242f", "#0a69d9", "#c8801e", "#1f8a3b", "#00a093"
+"""On a page all of these become the page's own, light or dark."""
 
 # From a tenth of the baseline to ten thousand times it. What is usual lets the page shine through,
 # so that the same picture is right on a light and on a dark one.
@@ -46,6 +49,9 @@ _NAMES = 26
 """Names beside the heatmap: more do not fit."""
 _NAME_LENGTH = 36
 _TICKS = 8
+
+_LETTER_SHARE = 0.013
+"""A letter's part of the width."""
 
 _LOG_FROM = 20.0
 """A number whose largest value is so many times its smallest is drawn on a logarithmic axis."""
@@ -109,7 +115,7 @@ def draw_profile(figure: Figure | SubFigure, view: View, rows: dict[str, slice])
     """
     axis = figure.subplots()
     recording = view.recording
-    colours = {"before": BEFORE, "at the first bad step": "#f0a030", "at its worst": BAD}
+    colours = {"before": BEFORE, "at the first bad step": AT, "at its worst": BAD}
     place = np.arange(len(recording.tensors))
     for name, chosen in rows.items():
         ratio = _largest(recording.ratio[chosen], np.array([0]))[0]
@@ -121,11 +127,11 @@ def draw_profile(figure: Figure | SubFigure, view: View, rows: dict[str, slice])
     axis.axhline(HARD, color=BAD, linewidth=0.8, linestyle="--")
     low, high = axis.get_ylim()
     axis.set_ylim(min(low, 0.3), max(high, HARD * 3))
+    axis.yaxis.set_major_formatter(lambda value, _: words.number(value))
     axis.text(
-        *(0.995, HARD * 1.1, f"hard rule, {HARD:g} times"),
+        *(1.005, HARD, "hard\nrule"),
         transform=axis.get_yaxis_transform(),
-        ha="right",
-        va="bottom",
+        va="center",
         color=BAD,
         fontsize=8,
     )
@@ -149,6 +155,7 @@ def _draw_number(axis: Axes, view: View, name: str) -> None:
     _draw_nonfinite(axis, columns[np.isinf(values)], NONFINITE)
     if finite.size and 0 < finite.min() * _LOG_FROM < finite.max():
         axis.set_yscale("log")
+    axis.yaxis.set_major_formatter(lambda value, _: words.number(value))
     axis.set_ylabel({"loss": "loss", "grad_norm": "gradient norm"}[name])
 
 
@@ -191,12 +198,16 @@ def _mark(axes: list[Axes], view: View) -> None:
     for event in view.events:
         if event.letter and event.row is not None:
             letters[view.column_of(event.row)] += event.letter
-    for column, letter in letters.items():
+    # What happened at nearly the same step: the letters stand beside each other.
+    free = -math.inf
+    for column, letter in sorted(letters.items()):
         for axis in axes:
             axis.axvline(column, color=INK, linewidth=0.8, linestyle=":")
         top = axes[0]
+        place = max(column, free)
+        free = place + len(view.groups) * _LETTER_SHARE * (len(letter) + 0.5)
         top.text(
-            *(column, 1.03, letter),
+            *(place, 1.03, letter),
             transform=blended_transform_factory(top.transData, top.transAxes),
             ha="center",
             va="bottom",
@@ -208,11 +219,14 @@ def _label_steps(axis: Axes, view: View) -> None:
     recording, groups = view.recording, view.groups
     columns = np.unique(np.linspace(0, len(groups) - 1, _TICKS).round().astype(int))
     origin = None if view.origin is None else recording.time[view.origin]
+    # As exactly as it takes to tell the ticks apart.
+    first, last = recording.time[groups[0]], recording.time[groups[-1]]
+    digits = int(last - first < 2 * _TICKS)
     labels = []
     for row in groups[columns]:
         label = f"{recording.step[row]:,}"
         if origin is not None:
-            label += f"\n{recording.time[row] - origin:+,.0f} s"
+            label += f"\n{recording.time[row] - origin:+,.{digits}f} s"
         labels.append(label)
     axis.set_xticks(columns, labels)
     after = "" if origin is None else ", and seconds after the first bad one"

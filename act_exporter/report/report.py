@@ -21,6 +21,8 @@ _HEALTHY_ROWS = 500
 # Rows before an incident whose maximum is what was usual.
 _BEFORE_ROWS = 5
 
+_BLANK = "Blank is what did not run, or had no baseline yet."
+
 _COURSE_HEIGHT, _PROFILE_HEIGHT = 6.6, 3.6  # inches
 
 
@@ -78,13 +80,18 @@ def of_incident(
     )
     letters = "; ".join(f"{event.letter} {event.what}" for event in events if event.letter)
     parts = [
-        page.section("What happened", page.paragraph(text, "diagnosis")),
+        page.section(
+            "What happened",
+            page.facts(words.facts(story)),
+            page.paragraph(text, "diagnosis"),
+        ),
         page.section("Timeline", page.timeline_table(events, story.began)),
         page.section(
             "Step by step",
             page.figure(
                 _svg(pictures[0], "course", f"Course of {title}. {text}"),
-                f"Loss, gradient norm, and each watched tensor against its baseline. {letters}.",
+                f"Loss, gradient norm, and each watched tensor against its baseline. {letters}."
+                f" {_BLANK}",
             ),
         ),
         page.section(
@@ -136,7 +143,7 @@ def of_health(recording: Recording) -> Report:
             "Step by step",
             page.figure(
                 _svg(pictures[0], "course", text),
-                "Loss, gradient norm, and each watched tensor against its baseline.",
+                f"Loss, gradient norm, and each watched tensor against its baseline. {_BLANK}",
             ),
         ),
         page.section(

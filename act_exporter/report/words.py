@@ -52,6 +52,29 @@ def diagnosis(story: Story) -> str:
     return " ".join(_sentences(story))
 
 
+def facts(story: Story) -> Iterator[tuple[str, str, str]]:
+    """What is read first: a name, a value, and a word on it."""
+    first, incident = story.first, story.incident
+    when = clock(story.began, day=True)
+    if first is None:
+        yield "Bad first", "no layer", "loss, gradient or update"
+    else:
+        rank = f", rank {incident.rank}" if len(story.recording.ranks) > 1 else ""
+        yield "Bad first", first.tensor[0], f"its {first.tensor[1]}{rank}"
+    yield "At step", f"{incident.step:,}", when
+    if first is not None and first.nonfinite:
+        yield "How far", first.nonfinite, "among its elements"
+    elif first is not None and not math.isnan(first.ratio):
+        yield "How far", f"{times(first.ratio)} its baseline", f"absmax {number(first.absmax)}"
+    if incident.verdict:
+        yield "Kind", incident.verdict, "the trainer's verdict"
+    if story.rollback is not None:
+        seconds = story.rollback.time - story.began
+        step = int(story.rollback.number("resumed_step", 0))
+        yield "Rolled back", f"to step {step:,}", f"{after(seconds)} after the first bad step"
+    yield "Now", outcome(story), ""
+
+
 def outcome(story: Story) -> str:
     """In a few words: did it recover?"""
     ending = story.incident.ending
