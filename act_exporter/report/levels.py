@@ -77,11 +77,14 @@ def learnt(absmax: Floats, marks: Marks, tensors: Sequence[Tensor]) -> Levels:
     baseline = Baseline(kinds, BASELINE_STEPS)
     hard = Thresholds().hard
     sick = np.asarray(marks.any(axis=1))
-    for row, values in enumerate(absmax.astype(np.float64)):
+    for row in np.flatnonzero(~sick):
+        values = absmax[row].astype(np.float64)
         with np.errstate(invalid="ignore"):
             above = values > hard * baseline.values
-        if not sick[row] and not above.any():
+        if not above.any():
             baseline.add(values, np.isfinite(values), None)
+        if not np.isnan(baseline.values).any():
+            break
     level = baseline.values.astype(np.float32)
     missing = np.flatnonzero(np.isnan(level))
     healthy = absmax[: int(np.argmax(sick)) if sick.any() else None][:_STAND_IN_ROWS]

@@ -184,8 +184,8 @@ def write_report(console: Console, folder: Path) -> None:
     """What the trainer's journal has of it, as a page."""
     page = folder / "report.html"
     journal = folder / "runs" / RUN / "journal"
-    command = [sys.executable, "-m", "act_exporter.cli", "report", journal, "-o", page]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
+    command = [sys.executable, "-m", "act_exporter.cli", "report", str(journal), "-o", str(page)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=REPOSITORY)
     if done.returncode:
         console.print(f"[red]no report: {done.stderr.strip()}", highlight=False)
     else:
