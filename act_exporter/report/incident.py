@@ -64,7 +64,8 @@ def find_incidents(recording: Recording) -> list[Incident]:
     found = [
         incident
         for incident in _in_records(recording)
-        if not any(_overlap(incident, other) for other in noted)
+        # Told of as a number's jump only, it is not told of.
+        if not any(other.tensor and _overlap(incident, other) for other in noted)
     ]
     incidents = sorted([*noted, *found], key=lambda incident: (incident.row, incident.end))
     _share_notes(incidents, recording)
@@ -211,5 +212,5 @@ def _overlap(one: Incident, other: Incident) -> bool:
 def _share_notes(incidents: Sequence[Incident], recording: Recording) -> None:
     """Give each incident its notes: until the next one begins."""
     starts = [float(recording.time[incident.row]) for incident in incidents]
-    for incident, start, following in zip(incidents, starts, [*starts[1:], math.inf], strict=True):
+    for incident, start, following in zip(incidents, starts, [*starts, math.inf][1:], strict=True):
         incident.notes = [note for note in recording.notes if start <= note.time < following]

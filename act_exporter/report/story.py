@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -98,7 +98,7 @@ class Story:
     @property
     def recovered(self) -> bool:
         """Whether the run was clean for as long as a trainer needs to forget an anomaly."""
-        return self.clean >= CLEAN_STEPS
+        return self.clean >= CLEAN_STEPS or self.incident.ending == "passed"
 
     @property
     def passed(self) -> int | None:
@@ -113,6 +113,10 @@ class Story:
 def tell(recording: Recording, incident: Incident) -> Story:
     """Find out what there is to say of `incident`."""
     bad = recording.bad(HARD)
+    rows = np.flatnonzero(bad[incident.row : incident.end].any(axis=1))
+    if incident.ending == "passed":
+        # The clean stretch that ended it is what came after it.
+        incident = replace(incident, end=incident.row + int(rows.max(initial=0)) + 1)
     counts = bad[incident.row : incident.end].sum(axis=1)
     half = np.flatnonzero(counts * 2 >= len(recording.tensors))
     first = None

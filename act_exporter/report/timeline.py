@@ -77,7 +77,7 @@ def _events(story: Story) -> Iterator[Event]:
         if story.passed is not None and story.passed != after:
             what = "clean at the step at which it went bad before"
             yield _at_row(story, story.passed, what, "")
-        if story.recovered:
+        if story.clean >= CLEAN_STEPS:
             what = f"{CLEAN_STEPS} sampled steps without a bad one"
             yield _at_row(story, after + CLEAN_STEPS - 1, what, "The anomaly is over.")
 

@@ -82,9 +82,11 @@ def outcome(story: Story) -> str:
         return "halted: people must look"
     if ending == "open":
         return "still bad where the journals end"
-    done = {"rolled back": "rolled back", "began again": "started again"}.get(ending, "it passed")
+    if ending == "passed":
+        return "it passed by itself"
+    done = "rolled back" if ending == "rolled back" else "started again"
     if story.recovered:
-        return f"{done}, and clean since" if ending != "passed" else "it passed by itself"
+        return f"{done}, and clean since"
     if story.after is None or not story.clean:
         return f"{done}, nothing is known since" if story.after is None else f"{done}, bad again"
     return f"{done}, clean for {plural(story.clean, 'sampled step')} so far"
@@ -239,6 +241,8 @@ def _how_it_ended(story: Story) -> Iterator[str]:
     back = "" if math.isnan(loss.after) else f"; the loss is {number(loss.after)} there"
     if story.incident.ending == "open":
         yield "The journals end before it does."
+    elif story.incident.ending == "passed":
+        yield f"It passed by itself{back}."
     elif story.after is None:
         yield "No step after it is in the journals."
     elif not story.clean:
