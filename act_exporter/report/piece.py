@@ -7,7 +7,6 @@ a file can be read as maxima over several sampled steps.
 from __future__ import annotations
 
 import math
-import zlib
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ import orjson
 
 from act_exporter.levels import Tensor
 from act_exporter.records import Note, parsed
+from act_exporter.report.lines import lines_of
 
 Floats = npt.NDArray[np.float32]
 Marks = npt.NDArray[np.uint8]
@@ -30,13 +30,8 @@ NAN, INF = 1, 2
 NUMBERS = ("loss", "grad_norm", "learning_rate")
 """The run's numbers that are drawn."""
 
-# Large enough that cutting it into lines costs nothing, small enough for a hundred readers.
-_CHUNK_BYTES = 1 << 20
-
 # Lines whose objects are in memory at once.
 _TOGETHER = 500
-
-_ZLIB_GZIP = 31  # a gzip header, and the largest window
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,7 +90,7 @@ def read_piece(file: Path, width: int = 1) -> Piece:
     """
     reading = _Reading()
     try:
-        for lines in _lines(file, reading):
+        for lines in lines_of(file, reading.miss):
             reading.add(lines)
     except FileNotFoundError:
         pass  # deleted meanwhile, as its time had come
@@ -164,6 +159,10 @@ class _Reading:
                 self.skipped += 1
         self.records += records
         self._open = series
+
+    def miss(self) -> None:
+        """The rest of the file is damaged."""
+        self.skipped += 1
 
     def piece(self, width: int) -> Piece:
         return Piece(
@@ -297,32 +296,3 @@ def _groups(
     block = step // (width * interval)
     new = (np.diff(block) != 0) | (np.diff(generation) != 0) | (np.diff(step) < 0)
     return np.append(0, np.flatnonzero(new) + 1)
-
-
-def _lines(file: Path, reading: _Reading) -> Iterator[list[bytes]]:
-    """The lines, many at a time; the last one may be torn."""
-    rest = b""
-    for chunk in _chunks(file, reading):
-        *lines, rest = (rest + chunk).split(b"\n")
-        yield lines
-    if rest:
-        yield [rest]
-
-
-def _chunks(file: Path, reading: _Reading) -> Iterator[bytes]:
-    """The bytes of a journal, which may be compressed at any moment."""
-    try:
-        with file.open("rb") as stream:
-            while chunk := stream.read(_CHUNK_BYTES):
-                yield chunk
-            return
-    except FileNotFoundError:
-        pass
-    unpacking = zlib.decompressobj(_ZLIB_GZIP)
-    with Path(f"{file}.gz").open("rb") as stream:
-        try:
-            while chunk := stream.read(_CHUNK_BYTES):
-                yield unpacking.decompress(chunk)
-        except zlib.error:
-            pass  # the rest of a damaged file
-    reading.skipped += not unpacking.eof
