@@ -39,6 +39,9 @@ _RELOAD_SECONDS = 15
 # What happened, at most: an incident makes about ten.
 _EVENTS = 12
 
+# A share of a format's largest number that is nothing to look at.
+_NO_HEADROOM_NEEDED = 0.001
+
 _WORDS: dict[State, tuple[str, str]] = {
     "anomaly": ("✕", "Anomaly"),
     "warning": ("!", "Warning"),
@@ -108,7 +111,7 @@ def _header(view: View) -> str:
     held = (
         f'<a id="hold" href="{escape(view.query.link(hold=False))}">Refresh by itself again</a>'
         if view.query.hold
-        else f'<a id="hold" href="{escape(view.query.link(hold=True))}">Hold</a>'
+        else f'<a id="hold" href="{escape(view.query.link(hold=True))}">Stop refreshing</a>'
     )
     return (
         f"<header>\n<h1>Run {escape(named(view.source.run))}</h1>\n"
@@ -203,7 +206,9 @@ def _numbers(view: View) -> str:
     overhead = "-" if training.overhead is None else f"{100 * training.overhead:.2f} %"
     most = view.source.max_overhead
     budget = "no budget" if most is None else f"of a budget of {100 * most:g} %"
-    cells.append(_tile("Overhead", overhead, f"{budget}, every {training.sample_every}. step"))
+    every = training.sample_every
+    looked = "each step" if every == 1 else f"one step in {every}"
+    cells.append(_tile("Overhead", overhead, f"{budget}, {looked} is looked at"))
     wrong = {stage: count for stage, count in view.source.errors.items() if count}
     which = ", ".join(f"{stage} {count}" for stage, count in wrong.items())
     cells.append(_tile("Errors of the exporter", str(sum(wrong.values())), which or "none"))
@@ -308,7 +313,7 @@ def _row(view: View, row: Row, ranked: bool) -> str:
         number(row.baseline),
         number(row.sigma),
         f"{row.nonfinite:,}",
-        number(row.headroom),
+        "&lt; 0.001" if row.headroom < _NO_HEADROOM_NEEDED else number(row.headroom),
         *([number(row.holder)] if ranked else []),
         line,
     ]

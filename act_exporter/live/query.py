@@ -36,12 +36,13 @@ class Query:
             given = dict(parse_qsl(text, max_num_fields=20))
         except ValueError:
             return cls()
-        sort, page = given.get("sort"), given.get("page", "")
+        page = given.get("page", "")
+        # More digits than a page can have are no page, and int() refuses thousands of them.
+        whole = page.isascii() and page.isdecimal() and len(page) < 7
         return cls(
             find=given.get("find", "").strip()[:_FIND_LENGTH],
-            sort="depth" if sort == "depth" else "worst",
-            # More digits than a page can have are no page, and int() refuses thousands of them.
-            page=int(page) if page.isascii() and page.isdecimal() and 0 < len(page) < 7 else 1,
+            sort="depth" if given.get("sort") == "depth" else "worst",
+            page=max(int(page), 1) if whole else 1,
             hold=given.get("hold") == "1",
         )
 

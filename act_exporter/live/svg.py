@@ -65,7 +65,8 @@ def sparkline(
         marks = "".join(f"M{i * across - 1:.0f} 1h3v4h-3z" for i in np.flatnonzero(infinite))
         parts.append(f'<path class="inf" d="{marks}"/>')
     return (
-        f'<svg class="spark" role="img" viewBox="0 0 {_WIDTH} {_HEIGHT}">'
+        f'<svg class="spark" role="img" viewBox="0 0 {_WIDTH} {_HEIGHT}"'
+        ' preserveAspectRatio="none">'
         f"<title>{html.escape(title)}</title>{''.join(parts)}</svg>"
     )
 
@@ -133,7 +134,7 @@ def profile(view: Profile, hard: float, title: str) -> str:
 
     def y(level: Array) -> list[float]:
         """Where levels are drawn; what has none, at the bottom."""
-        down = floor - (np.nan_to_num(level, nan=low, posinf=high) - low) * (
+        down = floor - (np.nan_to_num(level, nan=low, posinf=high, neginf=low) - low) * (
             (floor - _TOP) / (high - low)
         )
         drawn: list[float] = np.round(np.clip(down, _TOP, floor), 1).tolist()

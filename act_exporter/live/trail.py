@@ -37,6 +37,10 @@ _NOTES = 60
 _TOLD = {"onset", "verdict", "clean", "request", "checkpoint", "rollback", "refused", "halted"}
 
 
+# Of checkpoints, those that something has caused; what is saved on schedule is no event.
+_FOR_PEOPLE = {"backup", "emergency"}
+
+
 @dataclass(frozen=True, slots=True)
 class Event:
     """A note of the exporter or a guard; `act_exporter.records` lists kinds and fields."""
@@ -111,8 +115,7 @@ class Trail:
 
     def note(self, kind: str, /, step: int, time: float, generation: int, **fields: Any) -> None:
         """Keep what happened, if it is of a kind that a page tells."""
-        # Saved on schedule is nothing that happened: the counts say so.
-        if kind in _TOLD and (kind != "checkpoint" or fields.get("kind") == "emergency"):
+        if kind in _TOLD and (kind != "checkpoint" or fields.get("kind") in _FOR_PEOPLE):
             event = Event(kind, step, time, generation, fields)
             self.events = (*self.events, event)[-_NOTES:]
 

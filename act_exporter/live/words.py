@@ -57,10 +57,9 @@ _CONDITIONS = {
     "ActGradientExplosion": "gradient norm {value} times its mean",
     "ActGradientVanishing": "gradient norm {value} of its mean",
     "ActUpdateSpike": "an update {value} times as large as usual",
-    "ActDiagnosis": "the trainer has a verdict",
     "ActTrainerStalled": "no step for {value} s",
     "ActHooksSilent": "watched layers do not run",
-    "ActOverheadHigh": "looking costs too much though only each {value}th step is looked at",
+    "ActOverheadHigh": "looking costs too much, though it is done only once in {value} steps",
     "ActCheckpointStale": "the newest checkpoint is {value} s old",
     "ActRollbackBudgetSpent": "no rollback is left",
 }
@@ -106,7 +105,8 @@ def headline(view: View) -> str:
     training = view.training
     if view.onset is not None:
         layer, tensor, step = named(view.onset.layer), view.onset.tensor, view.onset.step
-        return f"{layer} {tensor} went bad first, at step {step:,}"
+        when = "" if view.incident is None else f", {ago(view.at - view.incident.at)} ago"
+        return f"{layer} {tensor} went bad first, at step {step:,}{when}"
     if training.verdict is not None:
         return VERDICTS[training.verdict].partition(":")[0]
     if view.holding:
@@ -123,6 +123,7 @@ def lines(view: View) -> list[str]:
     said = []
     if view.onset is not None and view.incident is not None:
         said.append(_how_far(view, view.incident))
+        said.append(_done(view, view.incident))
     if view.training.verdict is not None:
         said.append(VERDICTS[view.training.verdict])
     if view.state in ("well", "warning"):
@@ -137,6 +138,8 @@ def lines(view: View) -> list[str]:
 
 def condition(view: View, one: Holding) -> str:
     """What holds, of what, and the limit."""
+    if one.alert.name == "ActDiagnosis":
+        return f"verdict: {view.training.verdict}"
     what = _CONDITIONS[one.alert.name].format(value=number(one.value))
     # Where a value is no more than true there is no limit to tell.
     limit = f" (limit {number(one.alert.limit)})" if one.alert.limit > 0 else ""
@@ -177,7 +180,7 @@ def happened(event: Event) -> str:
             action = _ACTIONS.get(get("action"), get("action"))
             return f"{get('alert')} asked for {action}"
         case "checkpoint":
-            return f"emergency backup {get('name')} saved"
+            return f"{get('kind')} checkpoint {get('name')} saved"
         case "rollback" if "resumed_from" in fields:
             remedies = event.fields.get("remedies")
             treated = f"; remedies: {get('remedies')}" if remedies else ""
@@ -201,6 +204,16 @@ def _how_far(view: View, incident: Incident) -> str:
         said += f", and {worst} at the worst since"
     hard = number(view.source.thresholds.hard)
     return f"{said}; the limit is {hard} times, the baseline {number(baseline)}."
+
+
+def _done(view: View, incident: Incident) -> str:
+    """What the system did about it."""
+    done = [text for event in incident.after if (text := happened(event))]
+    if done:
+        return f"Since then: {'; '.join(done[-3:])}."
+    if view.guard is None:
+        return "No guard in this process: nothing is saved or rolled back."
+    return "Nothing was done about it yet."
 
 
 def _times(absmax: float, baseline: float) -> str:

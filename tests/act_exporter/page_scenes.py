@@ -1,4 +1,4 @@
-"""What the page is looked at with: real exporters on small models that have been through something."""
+"""What the page is looked at with: real exporters on small models that went through something."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ CONTEXT = 16
 FAULT_LAYER = "blocks.5.mlp.down"
 FAULT_FACTOR = 3000.0
 FAULT_STEP = 141
+DEEP_FAULT_LAYER = "blocks.700.mlp.down"
+DEEP_FAULT_STEP = 10
+
 # Windows and baselines that are there after some hundred steps of a second.
 QUICK = Thresholds(window=100, window_minimum=40, baseline_steps=25)
 
@@ -91,7 +94,13 @@ class Guarded:
             created_at=time.time(),
         )
         assert self._control.claim(request)
-        self.go(4)
+        done = {"checkpoint": "checkpoint", "recover": "rollback"}[action]
+        deadline = time.monotonic() + 60
+        while not any(
+            event.kind == done and "to" not in event.fields for event in self.exporter._trail.events
+        ):
+            assert time.monotonic() < deadline, f"no {done}"
+            self.go(1)
 
     def close(self) -> None:
         """End the training, and the page."""
@@ -116,9 +125,9 @@ def deep() -> Iterator[Exporter]:
     """A GPT of 1,200 blocks, 7,203 tensors: one of them a fault, and no guard."""
     torch.manual_seed(1)
     model = GPT(layers=1200, width=4, heads=1, context=8)
-    thresholds = Thresholds(window=20, window_minimum=5, baseline_steps=5)
+    thresholds = Thresholds(window=20, window_minimum=5, baseline_steps=3)
     with start_exporter(model, 0, run="deep", thresholds=thresholds, max_overhead=None) as exporter:
-        train(model, 14)
-        exporter.inject_fault("blocks.700.mlp.down", FAULT_FACTOR, 15)
+        train(model, DEEP_FAULT_STEP - 1)
+        exporter.inject_fault(DEEP_FAULT_LAYER, FAULT_FACTOR, DEEP_FAULT_STEP)
         train(model, 4)
         yield exporter

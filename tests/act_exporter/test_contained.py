@@ -53,6 +53,18 @@ MODULES = (
     "memory",
     "ranks",
     "faults",
+    "live.alerts",
+    "live.conditions",
+    "live.guard",
+    "live.html",
+    "live.incident",
+    "live.page",
+    "live.query",
+    "live.rows",
+    "live.svg",
+    "live.trail",
+    "live.view",
+    "live.words",
 )
 
 # Not called between the first forward and the last step of a run: where a fault in them is
@@ -147,6 +159,7 @@ BOUNDARIES = {
     "gradients._Trigger.__call__",
     "exporter.Exporter.record",
     "exporter.Exporter._render",  # raises again, in the thread of the scrape
+    "exporter.Exporter._show",  # likewise
     "steps.Steps._began",
     "steps.Steps._stepped",
 }
@@ -294,6 +307,8 @@ def run(
         if exporter is not None:
             with contextlib.suppress(ArithmeticError):  # the scraper's trouble
                 exporter._render("")
+            with contextlib.suppress(ArithmeticError):  # and a reader's
+                exporter._show("")
     errors = None
     if exporter is not None:
         errors = sum(exporter._errors.values())
