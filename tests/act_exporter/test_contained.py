@@ -91,6 +91,7 @@ AT_START_OR_CLOSE = {
     "exporter.Exporter.close",
     "exporter.Exporter.serve",
     "exporter.Exporter._speaks",
+    "live.html._hash",  # of style and script, when the module is imported
     "faults.Faults.end",
     "faults.Faults._remove",
     "collector.LayerPage._prefixes_of",  # and where there are more series than may be
