@@ -265,8 +265,8 @@ def _layers(view: View) -> str:
     hold = '<input type="hidden" name="hold" value="1">' if query.hold else ""
     ranked = view.source.rank == "all"
     columns = [
-        "Rules broken",
         "Times baseline",
+        "Rules broken",
         "Largest",
         "Baseline",
         "Sigma",
@@ -307,8 +307,8 @@ def _row(view: View, row: Row, ranked: bool) -> str:
     title = f"{named(row.layer)} {row.tensor}: {_span(row.absmax)}"
     line = sparkline(row.absmax, view.steps.generation, title, log=True, level=row.baseline)
     cells = [
-        said or "-",
         number(row.ratio),
+        said or "-",
         number(row.peak),
         number(row.baseline),
         number(row.sigma),

@@ -21,7 +21,7 @@ _SPARE = 3  # above and below a line, for its thickness and the marks
 _LEAST_FACTOR = 2.0
 
 _BROAD, _TALL = 960, 300
-_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 8, 22, 26
+_LEFT, _RIGHT, _TOP, _BOTTOM = 68, 8, 22, 26
 _BINS = 320
 
 
