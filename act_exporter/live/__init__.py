@@ -2,7 +2,7 @@
 
 For people, without a Prometheus or Grafana. A request goes in at `page`; `view` makes data of the
 newest snapshots (with `rows`, `incident`, `guard` and the `conditions` of shipped `alerts`), and
-`html` writes it down, with `svg` and `words`. Only `trail`, which keeps the last steps, runs in the
+`html` writes it down, with `table`, `svg` and `words`. Only `trail`, which keeps the last steps, runs in the
 training thread.
 """
 

@@ -62,6 +62,7 @@ MODULES = (
     "live.query",
     "live.rows",
     "live.svg",
+    "live.table",
     "live.trail",
     "live.view",
     "live.words",
