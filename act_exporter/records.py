@@ -127,6 +127,13 @@ class Note:
     generation: int
     fields: dict[str, Any]
 
+    def number(self, name: str, default: float = math.nan) -> float:
+        """A field as a number, or `default` where there is none, or none that is a number."""
+        try:
+            return float(self.fields[name])
+        except (KeyError, TypeError, ValueError):
+            return default
+
 
 class Writing:
     """Puts records into words.
@@ -240,7 +247,7 @@ class Reader:
             self.skipped = 0
         try:
             for line in _lines(file):
-                entry = _parsed(line)
+                entry = parsed(line)
                 if entry is None:
                     self.skipped += 1
                 else:
@@ -274,7 +281,7 @@ def _lines(file: Path) -> Iterator[bytes]:
             yield from stream
 
 
-def _parsed(line: bytes) -> Record | Note | None:
+def parsed(line: bytes) -> Record | Note | None:
     """What a line says, or None where it is torn or not ours."""
     try:
         said = json.loads(line)

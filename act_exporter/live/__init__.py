@@ -2,8 +2,8 @@
 
 For people, without a Prometheus or Grafana. A request goes in at `page`; `view` makes data of the
 newest snapshots (with `rows`, `incident`, `guard` and the `conditions` of shipped `alerts`), and
-`html` writes it down, with `table`, `svg` and `words`. Only `trail`, which keeps the last steps, runs in the
-training thread.
+`html` writes it down, with `table`, `svg` and `words`. Only `trail`, which keeps the last steps,
+runs in the training thread.
 """
 
 from act_exporter.live.html import POLICY
