@@ -55,6 +55,19 @@ MODULES = (
     "memory",
     "ranks",
     "faults",
+    "live.alerts",
+    "live.conditions",
+    "live.guard",
+    "live.html",
+    "live.incident",
+    "live.page",
+    "live.query",
+    "live.rows",
+    "live.svg",
+    "live.table",
+    "live.trail",
+    "live.view",
+    "live.words",
 )
 
 # Not called between the first forward and the last step of a run: where a fault in them is
@@ -81,6 +94,7 @@ AT_START_OR_CLOSE = {
     "exporter.Exporter.close",
     "exporter.Exporter.serve",
     "exporter.Exporter._speaks",
+    "live.html._hash",  # of style and script, when the module is imported
     "faults.Faults.end",
     "faults.Faults._remove",
     "collector.LayerPage._prefixes_of",  # and where there are more series than may be
@@ -149,6 +163,7 @@ BOUNDARIES = {
     "gradients._Trigger.__call__",
     "exporter.Exporter.record",
     "exporter.Exporter._render",  # raises again, in the thread of the scrape
+    "exporter.Exporter._show",  # likewise
     "steps.Steps._began",
     "steps.Steps._stepped",
 }
@@ -305,6 +320,8 @@ def _train(
         if exporter is not None:
             with contextlib.suppress(ArithmeticError):  # the scraper's trouble
                 exporter._render("")
+            with contextlib.suppress(ArithmeticError):  # and a reader's
+                exporter._show("")
     if exporter is None:
         return None
     errors = sum(exporter._errors.values())
