@@ -159,10 +159,12 @@ class Observer:
         return None
 
     def _message(self) -> Milestone | None:
+        fault = self.seen.get("fault")
         for line in self.chat.read_text().splitlines():
             message = json.loads(line)
             title = message["body"]["attachments"][0]["title"]
-            if self.run in title:
+            # A warning about so young a model may have come before, and is not about the fault.
+            if fault is not None and message["at"] >= fault.at and self.run in title:
                 return self._seen_at(message["at"], f'chat: "{title}"')
         return None
 
