@@ -17,7 +17,6 @@ from act_exporter.collector import LayerPage
 from act_exporter.exceptions import ActExporterError, SettingError
 from act_exporter.layers import Tap, find_taps
 from act_exporter.levels import BASELINE_STEPS
-from act_exporter.start import DEFAULT_PORT
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -35,6 +34,7 @@ def main() -> None:
     from act_exporter import __version__
     from act_exporter.assets import write_assets
     from act_exporter.rules import DEFAULTS, RuleThresholds, write_rules
+    from act_exporter.watch.command import watch
 
     app = typer.Typer(
         no_args_is_help=True,
@@ -59,6 +59,8 @@ def main() -> None:
         except (ActExporterError, OSError) as error:
             typer.echo(f"act-exporter: {error}", err=True)
             raise typer.Exit(1) from None
+
+    app.command()(watch)
 
     @app.command()
     def layers(
@@ -218,45 +220,6 @@ def main() -> None:
         except (ActExporterError, OSError) as error:
             typer.echo(f"act-exporter: {error}", err=True)
             raise typer.Exit(1) from None
-
-    @app.command()
-    def watch(
-        urls: list[str] = typer.Argument(
-            None,
-            metavar="[URL]...",
-            help="Exporters, one a rank: host:port, or http://host:port with /metrics or without."
-            f" By default localhost:{DEFAULT_PORT}.",
-        ),
-        interval: str = typer.Option("2s", help="Seconds from one reading to the next."),
-        once: bool = typer.Option(
-            False, "--once", help="Print one frame and exit; so does a pipe by itself."
-        ),
-        layers: int = typer.Option(12, min=1, help="Rows of the table of layers, as room allows."),
-    ) -> None:
-        """Show the live page in this terminal: what went bad first, when and how far.
-
-        Ctrl-C ends it, with exit code 0. With --once the exit code is 0 where all is well, 1 where
-        an anomaly stands or the condition of an alert for people holds, and 2 where an exporter
-        does not answer or an argument is wrong. One frame has no steps a second, which take two.
-
-        Example: act-exporter watch node17:9460 node17:9461
-        """
-        from rich.console import Console
-
-        from act_exporter.watch.screen import show
-
-        try:
-            code = show(
-                urls or [f"localhost:{DEFAULT_PORT}"],
-                interval=interval,
-                once=once,
-                layers=layers,
-                console=Console(highlight=False),
-            )
-        except ActExporterError as error:
-            typer.echo(f"act-exporter: {error}", err=True)
-            raise typer.Exit(2) from None
-        raise typer.Exit(code)
 
     @app.command()
     def version() -> None:

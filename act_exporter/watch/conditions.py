@@ -212,7 +212,7 @@ _CONDITIONS = (
     Condition(
         "ActLayerAboveBaseline",
         _layers(lambda layer: layer.ratio),
-        "reached {:.4g} times its baseline",
+        "reached {:.0f} times its baseline",
         threshold="hard",
     ),
     Condition(
@@ -240,7 +240,7 @@ _CONDITIONS = (
     Condition(
         "ActLayerDepthSpike",
         _layers(lambda layer: layer.value("depth_jump_ratio")),
-        "is {:.4g} times further up than the blocks before it",
+        "is {:.0f} times further up than the blocks before it",
     ),
     Condition(
         "ActLayerHeadroomLow",
@@ -269,7 +269,7 @@ _CONDITIONS = (
     Condition(
         "ActGradientExplosion",
         _run("act_grad_norm_peak_ratio"),
-        "the gradient norm reached {:.4g} times its mean",
+        "the gradient norm reached {:.0f} times its mean",
     ),
     Condition("ActGradientVanishing", _vanishing, "the gradient norm fell to {:.2g} of its mean"),
     Condition(

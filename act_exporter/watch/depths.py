@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rich.text import Text
 
 from act_exporter.watch.page import Layer, Onset
-from act_exporter.watch.words import Level, number, state_of
+from act_exporter.watch.words import Level, state_of
 
 STYLES: dict[Level, str] = {
     "well": "green",
@@ -28,6 +28,9 @@ _WANDERS = 2.0
 
 # Powers of ten on the axis, at most: a dead layer must not press all others flat.
 _DECADES = 12
+
+# Powers of ten that even the smallest stands above it.
+_ABOVE_AXIS = 0.3
 
 _AXIS = 7  # columns of a label and its line
 
@@ -74,13 +77,14 @@ def chart(
     ]
     if not sizes:
         return []
-    high = math.ceil(math.log10(max(sizes)) + 1e-9)
-    low = max(math.floor(math.log10(min(sizes))), high - _DECADES)
-    scale = height / max(high - low, 1)
+    high = math.ceil(math.log10(max(sizes)))
+    low = math.floor(math.log10(min(sizes)) - _ABOVE_AXIS)
+    low = min(max(low, high - _DECADES), high - 1)
+    scale = height / (high - low)
     lines = []
     for row in reversed(range(height)):
         ends = {height - 1: high, 0: low}
-        label = number(10.0 ** ends[row]) if row in ends else ""
+        label = _power(ends[row]) if row in ends else ""
         line = Text(f"{label:>{_AXIS - 1}}│", no_wrap=True)
         for column in columns:
             line.append(_cell(column, row, height, low, scale), STYLES[column.level])
@@ -141,6 +145,10 @@ def _mark(columns: Sequence[_Column], width: int) -> list[Text]:
     else:
         marked = f"{words} {_FIRST}".rjust(before + 1)
     return [Text(marked, STYLES["bad"], no_wrap=True)]
+
+
+def _power(exponent: int) -> str:
+    return f"{10.0**exponent:g}" if -4 <= exponent <= 5 else f"1e{exponent}"
 
 
 def _plain(line: Text) -> Text:

@@ -70,7 +70,7 @@ class Frame:
         held = holding(self.pages)
         top = [
             [self._title(width)],
-            self._headline(console, held, width)[: 4 if low else None],
+            self._headline(console, held, width, 4 if low else 20),
             exporters.table(
                 self.readings,
                 self.trail,
@@ -87,12 +87,12 @@ class Frame:
         below = self._below(worst_of(self.pages), width, space, options.ascii_only)
         sections = [section for section in (*top, *below) if section]
         gaps = height is None or sum(len(section) + 1 for section in sections) <= height
-        for index, section in enumerate(sections):
-            if index and gaps:
-                yield Text()
-            for line in section:
-                line.truncate(width)
-                yield line
+        lines: list[Text] = []
+        for section in sections:
+            lines += [Text(), *section] if lines and gaps else section
+        for line in lines[:height]:
+            line.truncate(width, overflow="crop" if options.ascii_only else "ellipsis")
+            yield line
 
     def _title(self, width: int) -> Text:
         parts = ["act-exporter watch"]
@@ -104,15 +104,24 @@ class Frame:
                 parts.append(f"{what} {found.pop()}")
         line = Text("  ".join([*parts, f"{clock(self.wall)} UTC"]), "bold", no_wrap=True)
         gap = width - line.cell_len - len(self.corner)
-        if gap > 1:
+        if self.corner and gap > 1:
             line.append(f"{'':{gap}}{self.corner}", "not bold dim")
         return line
 
-    def _headline(self, console: Console, held: Sequence[Holding], width: int) -> list[Text]:
+    def _headline(
+        self, console: Console, held: Sequence[Holding], width: int, most: int
+    ) -> list[Text]:
+        """As many sentences as have room in `most` lines."""
         told = headline(self.readings, held)
         text = Text(f" {told.state.words} ", f"reverse {STYLES[told.state.level]}")
-        whole = Text.assemble(text, *(f" {sentence}" for sentence in told.sentences))
-        return list(whole.wrap(console, width))
+        lines = [text]
+        for sentence in told.sentences:
+            text = Text.assemble(text, f" {sentence}")
+            longer = list(text.wrap(console, width))
+            if len(longer) > most:
+                break
+            lines = longer
+        return lines
 
     def _recovery(self) -> Text:
         for page in self.pages:

@@ -182,10 +182,10 @@ def headline(readings: Sequence[Reading], holding: Sequence[Holding]) -> Headlin
         onset, page = min(onsets, key=lambda found: found[0].step)
         run = f" in {page.run}" if len({page.run for page in pages}) > 1 else ""
         title = State(f"ANOMALY{run} since step {onset.step}", "bad")
-        return Headline(title, [_first(page), *_verdict(page), *sentences])
+        return Headline(title, [_first(page), *sentences, *_verdict(page)])
     ill = next((page for page in pages if page.verdict is not None), None)
     if ill is not None:
-        return Headline(State(f"FAULT in {ill.run}", "bad"), [*_verdict(ill), *sentences])
+        return Headline(State(f"FAULT in {ill.run}", "bad"), [*sentences, *_verdict(ill)])
     told = [holds for holds in holding if holds.severity != "info"]
     if told and told[0].severity == "critical":
         return Headline(State("ALARM", "bad"), [f"{_sentence(told[0].words)}", *sentences])

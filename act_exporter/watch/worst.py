@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from rich.text import Text
 
 from act_exporter.watch.depths import STYLES
-from act_exporter.watch.exporters import WIDE
 from act_exporter.watch.page import Layer, Page
-from act_exporter.watch.table import Column, head, last_part, rest, row
+from act_exporter.watch.table import WIDE, Column, last_part, lines_of
 from act_exporter.watch.trail import Trail, sparks
 from act_exporter.watch.words import (
     LEVELS,
@@ -79,43 +78,51 @@ def table(
         width: columns that there are.
         ascii_only: whether the terminal knows no other signs.
     """
-    ranks = len({own.page.rank for own in rows}) > 1
-    runs = len({own.page.run for own in rows}) > 1
     wide = width >= WIDE
-    picture = Column("since watching" if wide else "since", 24 if wide else 8, right=False)
-    columns = [
-        *([Column("rank", 4)] if ranks else []),
-        *([Column("run", 12, right=False)] if runs else []),
-        Column("x baseline" if wide else "x base", 10 if wide else 6),
-        Column("sigma", 6),
-        Column("bad in a row" if wide else "row", 12 if wide else 4),
-        Column("NaN or Inf" if wide else "NaN", 10 if wide else 5),
-        Column("of its dtype" if wide else "dtype", 12 if wide else 6),
-        picture,
-        Column("is", 10, right=False),
-    ]
-    name = Column("layers, the worst first", rest(columns, width), right=False)
-    lines = [head([name, *columns])]
-    for own in rows[:most]:
-        layer, style = own.layer, STYLES[own.state.level]
+
+    def titled(title: str, short: str, cells: int) -> tuple[str, int]:
+        return (title, max(len(title), cells)) if wide else (short, cells)
+
+    def styled(told: str, own: Worst) -> Text:
+        return Text(told, STYLES[own.state.level])
+
+    def named(own: Worst, cells: int) -> Text:
         mark = ("^ " if ascii_only else "▲ ") if own.first else ""
-        named = Text(mark, STYLES["bad"]).append(
-            last_part(layer.name, name.width - len(mark), ascii_only), "none"
-        )
-        cells = [
-            named,
-            *([Text(own.page.rank)] if ranks else []),
-            *([Text(own.page.run)] if runs else []),
-            Text(number(layer.ratio), style),
-            Text(number(layer.sigma)),
-            Text(count(layer.row("hard", "nonfinite", "sigma"))),
-            Text(count(layer.nonfinite)),
-            Text(share(layer.value("headroom_ratio"))),
-            _picture(own, trail, picture.width, ascii_only),
-            Text(own.state.words, style),
-        ]
-        lines.append(row([name, *columns], cells))
-    return lines
+        name = Text(last_part(own.layer.name, cells - len(mark), ascii_only))
+        return Text(mark, STYLES["bad"]).append_text(name)
+
+    def picture(own: Worst, cells: int) -> Text:
+        return _picture(own, trail, cells, ascii_only)
+
+    rank: Column[Worst] = Column("rank", 4, lambda own, _: Text(own.page.rank))
+    run: Column[Worst] = Column("run", 12, lambda own, _: Text(own.page.run), right=False)
+    columns: list[Column[Worst]] = [
+        Column("layers, the worst first", 0, named, right=False),
+        *([rank] if len({own.page.rank for own in rows}) > 1 else []),
+        *([run] if len({own.page.run for own in rows}) > 1 else []),
+        Column(
+            *titled("x baseline", "x base", 6), lambda own, _: styled(number(own.layer.ratio), own)
+        ),
+        Column("sigma", 6, lambda own, _: Text(number(own.layer.sigma)), spare=2),
+        Column(
+            *titled("bad in a row", "row", 4),
+            lambda own, _: Text(count(own.layer.row("hard", "nonfinite", "sigma"))),
+            spare=1,
+        ),
+        Column(
+            *titled("NaN or Inf", "NaN", 5),
+            lambda own, _: Text(count(own.layer.nonfinite)),
+            spare=3,
+        ),
+        Column(
+            *titled("of its dtype", "dtype", 5),
+            lambda own, _: Text(share(own.layer.value("headroom_ratio"))),
+            spare=4,
+        ),
+        Column(*titled("since watching began", "since", 8), picture, right=False, spare=5),
+        Column("is", 10, lambda own, _: styled(own.state.words, own), right=False),
+    ]
+    return lines_of(columns, rows[:most], width, least=24)
 
 
 def _picture(own: Worst, trail: Trail, width: int, ascii_only: bool) -> Text:
