@@ -29,6 +29,9 @@ _WANDERS = 2.0
 # Powers of ten on the axis, at most: a dead layer must not press all others flat.
 _DECADES = 12
 
+# Cells of a column where there are few of them.
+_WIDEST = 3
+
 # Powers of ten that even the smallest stands above it.
 _ABOVE_AXIS = 0.3
 
@@ -81,15 +84,19 @@ def chart(
     low = math.floor(math.log10(min(sizes)) - _ABOVE_AXIS)
     low = min(max(low, high - _DECADES), high - 1)
     scale = height / (high - low)
+    each = min(max((width - _AXIS) // len(columns), 1), _WIDEST)
+    bar = max(each - 1, 1)  # a gap beside it, where there is room
     lines = []
     for row in reversed(range(height)):
         ends = {height - 1: high, 0: low}
         label = _power(ends[row]) if row in ends else ""
         line = Text(f"{label:>{_AXIS - 1}}│", no_wrap=True)
         for column in columns:
-            line.append(_cell(column, row, height, low, scale), STYLES[column.level])
+            cell = _cell(column, row, height, low, scale)
+            line.append(f"{cell * bar:{each}}", STYLES[column.level])
+        line.rstrip()
         lines.append(line)
-    lines += _mark(columns, width)
+    lines += _mark(columns, each, width)
     if ascii_only:
         return [_plain(line) for line in lines]
     return lines
@@ -134,12 +141,12 @@ def _cell(column: _Column, row: int, height: int, low: int, scale: float) -> str
     return _ABOVE if row + 0.5 > shaded else _UP_TO_BASELINE
 
 
-def _mark(columns: Sequence[_Column], width: int) -> list[Text]:
+def _mark(columns: Sequence[_Column], each: int, width: int) -> list[Text]:
     place = next((index for index, column in enumerate(columns) if column.first), None)
     if place is None:
         return []
     words = f"{columns[place].layer.name} was first"
-    before = _AXIS + place
+    before = _AXIS + each * place
     if before + 2 + len(words) <= width:
         marked = f"{'':{before}}{_FIRST} {words}"
     else:

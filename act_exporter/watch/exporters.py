@@ -73,8 +73,8 @@ def table(
     ]
     if width >= WIDE:
         columns += [
-            Column("loss", 16, picture("act_loss"), right=False),
-            Column("gradient norm", 16, picture("act_grad_norm"), right=False),
+            Column("loss so far", 14, picture("act_loss"), right=False),
+            Column("norm so far", 14, picture("act_grad_norm"), right=False),
         ]
     columns.append(
         Column("is", 0, lambda row, _: Text(row.said, STYLES[row.state.level]), right=False)

@@ -89,7 +89,7 @@ def table(
     def named(own: Worst, cells: int) -> Text:
         mark = ("^ " if ascii_only else "▲ ") if own.first else ""
         name = Text(last_part(own.layer.name, cells - len(mark), ascii_only))
-        return Text(mark, STYLES["bad"]).append_text(name)
+        return Text().append(mark, STYLES["bad"]).append_text(name)
 
     def picture(own: Worst, cells: int) -> Text:
         return _picture(own, trail, cells, ascii_only)
@@ -105,7 +105,7 @@ def table(
         ),
         Column("sigma", 6, lambda own, _: Text(number(own.layer.sigma)), spare=2),
         Column(
-            *titled("bad in a row", "row", 4),
+            *titled("in a row", "row", 4),
             lambda own, _: Text(count(own.layer.row("hard", "nonfinite", "sigma"))),
             spare=1,
         ),
@@ -115,11 +115,11 @@ def table(
             spare=3,
         ),
         Column(
-            *titled("of its dtype", "dtype", 5),
+            *titled("of dtype", "dtype", 5),
             lambda own, _: Text(share(own.layer.value("headroom_ratio"))),
             spare=4,
         ),
-        Column(*titled("since watching began", "since", 8), picture, right=False, spare=5),
+        Column(*titled("since watching  ", "since", 8), picture, right=False, spare=5),
         Column("is", 10, lambda own, _: styled(own.state.words, own), right=False),
     ]
     return lines_of(columns, rows[:most], width, least=24)

@@ -413,9 +413,9 @@ class TestLive:
     def test_a_terminal_of_another_size_is_drawn_on_anew(self, faulty: Exporter) -> None:
         with terminal(address(faulty), "--interval", "30") as opened:
             opened.wait_for(lambda: "ANOMALY" in opened.text, "a frame")
-            assert "since watching began" not in opened.text
+            assert "since watching" not in opened.text
             opened.resize(150, 40)
-            opened.wait_for(lambda: "since watching began" in opened.text, "the wide table")
+            opened.wait_for(lambda: "since watching" in opened.text, "the wide table")
 
     def test_an_exporter_that_goes_away_is_waited_for(self) -> None:
         with exporting() as exporter:

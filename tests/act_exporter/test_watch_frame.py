@@ -305,15 +305,16 @@ class TestDepths:
         grown = {**WELL, "absmax_peak": 1000.0, "depth": 1}
         shown = drawn([reading(page(a=WELL, b=grown, c={**WELL, "depth": 2}))])
         columns = [line.split("│")[1] for line in shown.splitlines() if "│" in line]
-        assert [column[1] for column in columns][:5] == ["█"] * 5
-        assert {column[0] for column in columns} == {" ", "░"}
-        assert columns[-1] == "░░░"
+        assert [column[:9] for column in columns] == [
+            *["   ██"] * 6,
+            *["░░ ░░ ░░"] * 2,
+        ]
 
     def test_what_is_not_finite_has_a_sign(self) -> None:
         broken = {**WELL, "depth": 1, "exceeded_consecutive__nonfinite": 2}
         shown = drawn([reading(page(a=WELL, b=broken))])
         top = next(line for line in shown.splitlines() if "│" in line)
-        assert top.split("│")[1] == " ×"  # noqa: RUF001  # the sign
+        assert top.split("│")[1] == "   ××"  # noqa: RUF001  # the sign
 
     def test_of_more_layers_than_columns_the_worst_are_seen(self) -> None:
         layers = {f"layer{n}": {**WELL, "depth": n} for n in range(1000)}
