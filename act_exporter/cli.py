@@ -7,7 +7,7 @@ import importlib
 import sqlite3
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -17,6 +17,7 @@ from act_exporter.collector import LayerPage
 from act_exporter.exceptions import ActExporterError, SettingError
 from act_exporter.layers import Tap, find_taps
 from act_exporter.levels import BASELINE_STEPS
+from act_exporter.progress import progress
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -33,6 +34,8 @@ def main() -> None:
 
     from act_exporter import __version__
     from act_exporter.assets import write_assets
+    from act_exporter.report.command import HELP as REPORT_HELP
+    from act_exporter.report.command import report
     from act_exporter.rules import DEFAULTS, RuleThresholds, write_rules
     from act_exporter.watch.command import watch
 
@@ -129,7 +132,7 @@ def main() -> None:
 
         try:
             reader = Reader(folder)
-            with _progress("backfill", parts(reader)) as advance:
+            with progress("backfill", parts(reader)) as advance:
                 written = write_openmetrics(
                     reader,
                     lambda: _opened(output),
@@ -187,6 +190,8 @@ def main() -> None:
             f" run {levels.run}"
         )
 
+    app.command(help=REPORT_HELP)(report)
+
     @app.command()
     def rules(
         folder: Path = typer.Option(
@@ -237,18 +242,6 @@ def _opened(output: Path | None) -> Iterator[TextIO]:
     else:
         with output.open("w", encoding="utf-8") as stream:
             yield stream
-
-
-@contextlib.contextmanager
-def _progress(what: str, parts: int) -> Iterator[Callable[[], None]]:
-    """A bar on the terminal, where there is one, that the yielded function moves on by a part."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(what, total=parts)
-        yield lambda: progress.advance(task)
 
 
 def _build(target: str) -> nn.Module:

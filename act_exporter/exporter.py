@@ -8,7 +8,7 @@ import inspect
 import logging
 import math
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry
 from torch import nn
 
 from act_exporter.changes import Update
+from act_exporter.chronicle import Chronicle
 from act_exporter.collector import LayerPage, Training, TrainingCollector, constants, render_page
 from act_exporter.diagnosis import Diagnosis, Facts
 from act_exporter.exceptions import SettingError, StateError
@@ -150,6 +151,7 @@ class Exporter:
             if journal is None or not self._speaks
             else Journal(journal, run=run, rank=rank, taps=taps, on_error=self._count_error)
         )
+        self._chronicle = Chronicle(self._journal, taps)
         # Two families a layer are of updates.
         series = self._page.series + self._gradients.series + 2 * self._updates.series
         self.registry.register(
@@ -267,7 +269,7 @@ class Exporter:
         self._resumed()
         self._standing = True
         self._onset = None
-        self._note("rollback", to=generation)
+        self.note("rollback", to=generation)
         self._training = dataclasses.replace(
             self._training,
             generation=generation,
@@ -277,6 +279,23 @@ class Exporter:
             layers=None,
             verdict=None,
         )
+
+    def note(self, kind: str, /, **fields: Any) -> None:
+        """Write a line into the journal on something that happened: what a guard did, say.
+
+        Never raises; without a journal it does nothing.
+
+        Args:
+            kind: what happened; `act_exporter.records` lists the kinds that a report knows.
+            fields: whatever else there is to say, as JSON knows it, best of strings and numbers;
+                `step` in place of the last finished one.
+        """
+        now = self._training
+        at = {"step": now.step, "time": time.time(), "generation": now.generation}
+        try:
+            self._chronicle.note(kind, **{**at, **fields})
+        except Exception as error:
+            self._count_error("journal", error)
 
     def rebaseline(self) -> None:
         """Learn baselines and windows anew (another data mix, a new learning rate)."""
@@ -443,16 +462,18 @@ class Exporter:
     def _take_in(self) -> None:
         """Judge the samples that have arrived from the devices."""
         judged: list[Layers] = []
+        numbers: dict[int, dict[str, float]] = defaultdict(dict)
         try:
             for sample in self._samples():
                 self._judged = sample.step
                 rate = self._steps.learning_rate
                 sick = self._training.verdict is not None
                 judged.append(self._history.observe(sample, rate, sick))
-                self._write(sample, judged[-1])
+                self._chronicle.sample(sample, judged[-1], self._training.generation)
                 self._numbers.observe(sample.step, sample.values)
-                known = {} if rate is None else {"learning_rate": rate}
-                values = {**self._training.values, **sample.values, **known}
+                known = sample.values if rate is None else {**sample.values, "learning_rate": rate}
+                numbers[sample.step] |= known
+                values = self._training.values | known
                 self._training = dataclasses.replace(
                     self._training, values=values, layers=judged[-1]
                 )
@@ -462,6 +483,7 @@ class Exporter:
             while self._norms and self._norms[0].step <= self._judged:
                 norms = self._norms.popleft()
                 values = norms.values(told=self._told_norm)
+                numbers[norms.step] |= values
                 self._numbers.observe(norms.step, values)
                 self._training = dataclasses.replace(
                     self._training,
@@ -471,8 +493,10 @@ class Exporter:
             self._changes += self._updates.arrived()
             while self._changes and self._changes[0].step <= self._judged:
                 update = self._changes.popleft()
+                numbers[update.step] |= update.values
                 self._numbers.observe(update.step, update.values)
                 self._training = dataclasses.replace(self._training, update=update)
+            self._chronicle.numbers(numbers, self._training.finished_at, self._training.generation)
             for layers in judged:
                 self._diagnose(layers)
         except Exception as error:
@@ -498,9 +522,9 @@ class Exporter:
         verdict = self._diagnosis.observe(facts)
         onset = layers.onset
         if onset is None and self._onset is not None:
-            self._note("clean")
+            self.note("clean")
         if onset is not None and onset != self._onset:
-            self._note("onset", verdict=verdict, **dataclasses.asdict(onset))
+            self.note("onset", verdict=verdict, **dataclasses.asdict(onset))
             log.warning(
                 "step %d: %s of %s went bad first (rule %s); by how it began: %s",
                 onset.step,
@@ -509,6 +533,8 @@ class Exporter:
                 onset.rule,
                 verdict,
             )
+        elif verdict != self._training.verdict:
+            self.note("verdict", verdict=verdict)
         self._onset = onset
         self._training = dataclasses.replace(
             self._training, signals=self._numbers.signals, verdict=verdict
@@ -522,24 +548,6 @@ class Exporter:
         if saved and rate is not None and not math.isclose(rate, saved, rel_tol=_RATE_TOLERANCE):
             self._other_rate = True
             log.warning("the learning rate is %g; with the restored state came %g", rate, saved)
-
-    def _write(self, sample: Sample, layers: Layers) -> None:
-        if self._journal is not None:
-            self._journal.write(
-                sample.step,
-                sample.time,
-                self._training.generation,
-                layers.statistics,
-                sample.nonfinite,
-                sample.called,
-                sample.holder,
-            )
-
-    def _note(self, kind: str, **fields: Any) -> None:
-        now = self._training
-        if self._journal is not None:
-            step = fields.pop("step", now.step)
-            self._journal.note(kind, step, now.finished_at, now.generation, **fields)
 
     def _notice_silence(self, sample: Sample) -> None:
         wrong = self._silence.observe(sample.rows[:, Column.CALLS])

@@ -12,7 +12,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,7 +36,8 @@ _WAIT_SECONDS = 1.0
 # thousand taps.
 _QUEUED_RECORDS = 100_000
 
-_Entry = Sampled | dict[str, Any]
+_Entry = Sampled | list[dict[str, Any]]
+"""A sampled step, or notes that belong together."""
 
 
 class OnError(Protocol):
@@ -120,19 +121,30 @@ class Journal:
         if not self._put(sampled):
             self.dropped["queue"] += int(np.count_nonzero(called))
 
-    def note(self, kind: str, step: int, time: float, generation: int, **fields: Any) -> None:
-        """Write a line on something that happened once: "onset", "clean", "baseline", "rollback".
+    def note(self, kind: str, /, step: int, time: float, generation: int, **fields: Any) -> None:
+        """Write a line on something that happened once; `act_exporter.records` has the kinds.
 
         Args:
             kind: what happened.
             step: at which step.
             time: when, Unix seconds.
             generation: 0, and one more with each rollback.
-            fields: whatever else there is to say, as JSON knows it; no NaN, no infinities.
+            fields: whatever else there is to say, as JSON knows it.
         """
+        self.note_each(kind, step, time, generation, [fields])
+
+    def note_each(
+        self,
+        kind: str,
+        step: int,
+        time: float,
+        generation: int,
+        several: Sequence[Mapping[str, Any]],
+    ) -> None:
+        """Write a line for each of `several`, which hold what the lines do not have in common."""
         common = {"note": kind, "step": step, "time": time, "generation": generation}
-        if not self._put({**common, **fields}):
-            self.dropped["queue"] += 1
+        if several and not self._put([{**common, **fields} for fields in several]):
+            self.dropped["queue"] += len(several)
 
     def close(self, timeout: float = 5.0) -> None:
         """Write what waits, for `timeout` seconds at most; a second call does nothing."""
@@ -182,10 +194,11 @@ class Journal:
         try:
             if isinstance(entry, Sampled):
                 return self._writing.lines(entry)
-            return [self._writing.note(entry)]
+            return [self._writing.note(note) for note in entry]
         except Exception as error:
-            lost = int(np.count_nonzero(entry.called)) if isinstance(entry, Sampled) else 1
-            self.dropped["write"] += lost
+            self.dropped["write"] += (
+                int(np.count_nonzero(entry.called)) if isinstance(entry, Sampled) else len(entry)
+            )
             self._tell(error)
             return []
 

@@ -3,6 +3,31 @@
 A line is strict JSON in ASCII, flat, so that `jq` and `pandas.read_json(lines=True)` take it. JSON
 has no NaN and no infinities; they are the strings "NaN", "Infinity" and "-Infinity", as in
 Protocol Buffers' JSON, and `float` reads them back.
+
+A record is one tensor at one sampled step. A note has its kind under "note", and beside step, time,
+run, rank and generation these fields; a reader passes over kinds and fields that it does not know.
+
+    training    the run's numbers at a sampled step, those that are known: loss, grad_norm,
+                learning_rate, loss_scale, update_rms, update_ratio, update_unchanged_ratio. A
+                step has two such lines where they came from the device at different times
+    depth       layer, tensor, kind, depth: the place in the order of execution, once it is known
+                and when it changes; kind is the same in all blocks for the same place
+    baseline    layer, tensor, kind, absmax: a baseline that was learnt or has changed; "NaN" says
+                that it was forgotten
+    onset       layer, tensor, rule, verdict: a layer went bad first, and what kind of fault it is
+    verdict     verdict: another kind, or null when nothing was wrong for long enough
+    clean       no layer was bad for long enough: the onset is over
+    rollback    to: of the exporter, the generation from here on; the same one at a mere start
+
+What a guard did, in the journal of rank 0 (`alerting.recovery`; any other may tell likewise):
+
+    request     id, action, alert, created_at: it acts on a request from here on
+    checkpoint  name, kind, health, why, seconds: one was published, of which step and health
+    health      name, health, why: a verdict on a checkpoint changed
+    rollback    onset, from_step, resumed_from, resumed_step, why, remedies: it is carried through;
+                why has "name: reason" for each newer checkpoint that was passed over
+    refused     id, action, why: a request was not acted on
+    halted      onset, why: the run stands until people have looked
 """
 
 from __future__ import annotations
@@ -86,7 +111,7 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Note:
-    """What happened once: an onset, a rollback.
+    """What happened once, or the run's numbers: see the top of this module.
 
     Attributes:
         kind: its name.
@@ -101,6 +126,13 @@ class Note:
     rank: int
     generation: int
     fields: dict[str, Any]
+
+    def number(self, name: str, default: float = math.nan) -> float:
+        """A field as a number, or `default` where there is none, or none that is a number."""
+        try:
+            return float(self.fields[name])
+        except (KeyError, TypeError, ValueError):
+            return default
 
 
 class Writing:
@@ -146,9 +178,10 @@ class Writing:
 
         Raises:
             TypeError: a field is nothing that JSON knows.
-            ValueError: a field is NaN or infinite.
+            ValueError: NaN or an infinity lies within a field, where no word can stand for it.
         """
-        return json.dumps({**self._run, **note}, separators=(",", ":"), allow_nan=False) + "\n"
+        said = {name: _said(value) for name, value in note.items()}
+        return json.dumps({**self._run, **said}, separators=(",", ":"), allow_nan=False) + "\n"
 
 
 def _with_words(row: list[float]) -> str:
@@ -158,6 +191,12 @@ def _with_words(row: list[float]) -> str:
         f'"{name}":%.9g' % value if math.isfinite(value) else f'"{name}":"{_word(value)}"'
         for name, value in pairs
     )
+
+
+def _said(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return _word(value)
+    return value
 
 
 def _word(value: float) -> str:
@@ -208,7 +247,7 @@ class Reader:
             self.skipped = 0
         try:
             for line in _lines(file):
-                entry = _parsed(line)
+                entry = parsed(line)
                 if entry is None:
                     self.skipped += 1
                 else:
@@ -242,7 +281,7 @@ def _lines(file: Path) -> Iterator[bytes]:
             yield from stream
 
 
-def _parsed(line: bytes) -> Record | Note | None:
+def parsed(line: bytes) -> Record | Note | None:
     """What a line says, or None where it is torn or not ours."""
     try:
         said = json.loads(line)

@@ -48,10 +48,20 @@ _PIECE_BYTES = 1 << 20
 
 
 class CheckpointStore:
-    """One run's checkpoints on disk."""
+    """One run's checkpoints on disk.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: the folder.
+        on_verdict: told of each verdict that has changed.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        on_verdict: Callable[[Checkpoint, HealthRecord], None] = lambda *_: None,
+    ) -> None:
         self.path = path
+        self._on_verdict = on_verdict
         self._last_number = 0
         self._said: set[tuple[str, str]] = set()
 
@@ -139,6 +149,7 @@ class CheckpointStore:
             health.reason,
         )
         health.write(checkpoint.folder)
+        self._on_verdict(checkpoint, health)
         return health
 
     def delete(self, checkpoint: Checkpoint, reason: str) -> None:

@@ -15,8 +15,22 @@ from prometheus_client import CollectorRegistry
 log = logging.getLogger(__name__)
 
 
+class Notes(Protocol):
+    """What a detector may have besides, where it keeps a journal."""
+
+    def note(self, kind: str, /, **fields: Any) -> None:
+        """Write down what the guard did; called on rank 0, between steps.
+
+        The kinds are "request" (id, action, alert, created_at), "checkpoint" (name, step, kind,
+        health, why, seconds), "health" (name, health, why), "rollback" (onset, from_step,
+        resumed_from, resumed_step, why, remedies), "refused" (id, action, why) and "halted"
+        (onset, why): strings, numbers, None, and lists of strings.
+        """
+        ...
+
+
 class Detector(Protocol):
-    """The trainer's own record of bad steps."""
+    """The trainer's own record of bad steps; one with `Notes` is told what the guard did."""
 
     @property
     def run(self) -> str:

@@ -91,6 +91,15 @@ class Choice:
     refused: dict[str, str]
     deferred: str | None
 
+    @property
+    def reasons(self) -> dict[str, str]:
+        """Why each that is not the best may not, or shall not, be taken; by name."""
+        if self.deferred is None:
+            return dict(self.refused)
+        return self.refused | {
+            self.deferred: "the run began again from it, and the anomaly came again"
+        }
+
 
 def choose(
     checkpoints: Iterable[Checkpoint],

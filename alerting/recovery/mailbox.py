@@ -11,6 +11,7 @@ import time
 
 from alerting.control import Action, Answer, ControlDirectory, Request, Result, Status
 from alerting.exceptions import ControlError
+from alerting.recovery.chronicle import Chronicle
 from alerting.recovery.ledger import LedgerFile
 from alerting.recovery.lineage import Checkpoint
 
@@ -20,7 +21,14 @@ log = logging.getLogger(__name__)
 class Mailbox:
     """Takes requests and gives answers, on behalf of one run."""
 
-    def __init__(self, control: ControlDirectory, ledger: LedgerFile, max_rollbacks: int) -> None:
+    def __init__(
+        self,
+        control: ControlDirectory,
+        ledger: LedgerFile,
+        max_rollbacks: int,
+        chronicle: Chronicle,
+    ) -> None:
+        self._chronicle = chronicle
         self._control = control
         self._ledger = ledger
         self._max_rollbacks = max_rollbacks
@@ -83,6 +91,15 @@ class Mailbox:
                 step=step,
             )
             return None
+        if action != "drill":
+            self._chronicle.tell(
+                "request",
+                step=step,
+                id=request.id,
+                action=action,
+                alert=request.alert,
+                created_at=request.created_at,
+            )
         return request
 
     def answer(
@@ -110,6 +127,10 @@ class Mailbox:
         log.info(
             "step %d: request %s to %s: %s: %s", step, request.id, request.action, result, detail
         )
+        if result == "refused":
+            self._chronicle.tell(
+                "refused", step=step, id=request.id, action=request.action, why=detail
+            )
         self._send(
             Answer(
                 id=request.id,

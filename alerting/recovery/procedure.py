@@ -10,6 +10,7 @@ from alerting.control import Request, Result
 from alerting.exceptions import CheckpointError, RecoveryHaltedError
 from alerting.exit_codes import RESTART
 from alerting.recovery.checkpoints import CheckpointStore
+from alerting.recovery.chronicle import Chronicle
 from alerting.recovery.detector import Detector
 from alerting.recovery.ledger import LedgerFile, Recovery
 from alerting.recovery.lineage import Checkpoint
@@ -54,7 +55,9 @@ class RecoveryProcedure:
         watched: bool,
         restart: bool,
         detection_lag_seconds: float,
+        chronicle: Chronicle,
     ) -> None:
+        self._chronicle = chronicle
         self._restart = restart
         self._step_times = step_times
         self._lag = detection_lag_seconds
@@ -224,6 +227,7 @@ class RecoveryProcedure:
         ledger = self._ledger.now
         way = "; ".join([checkpoint.name, *map(str, ledger.remedies)])
         detail = f"rolled back from step {recovery.step} to {way}"
+        self._chronicle.tell("rollback", **self._rollback.account(recovery, checkpoint))
         self._answer(recovery, "done", detail, resumed=checkpoint)
         # Last, and before training goes on: until here all of it can be done again.
         self._ledger.update(recovery=None, tried=(*ledger.tried, detail))
@@ -231,6 +235,7 @@ class RecoveryProcedure:
     def _halt(self, recovery: Recovery, sentence: str) -> RecoveryHaltedError:
         self._ledger.update(phase="halted")
         self._mailbox.tell("halted", recovery.step)
+        self._chronicle.tell("halted", step=recovery.step, onset=recovery.onset, why=sentence)
         self._answer(recovery, "failed", sentence, resumed=None)
         log.error("step %d: halted: %s", recovery.step, sentence)
         return RecoveryHaltedError(sentence)

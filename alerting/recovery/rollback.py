@@ -10,12 +10,13 @@ import dataclasses
 import logging
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from alerting.exceptions import CheckpointError, RecoveryHaltedError
 from alerting.recovery.checkpoints import CheckpointStore, difference
 from alerting.recovery.health import verdict
 from alerting.recovery.ledger import LedgerFile, Recovery
-from alerting.recovery.lineage import Checkpoint, before_onset, choose, line, too_late
+from alerting.recovery.lineage import Checkpoint, Choice, before_onset, choose, line, too_late
 from alerting.recovery.ranks import Ranks
 from alerting.recovery.remedies import Applied, Remedies
 from alerting.recovery.state import State
@@ -45,6 +46,8 @@ class Rollback:
         self._margin = onset_margin_steps
         self._remedies = remedies
         self._treatment = treatment
+        self._reasons: dict[str, str] = {}  # not to take a checkpoint, by its name
+        self._passed_over: list[str] = []
 
     def line(self) -> list[Checkpoint]:
         """The checkpoints that the run descends from, newest first."""
@@ -113,14 +116,24 @@ class Rollback:
                 # checkpoint; it fails this too.
                 self._ranks.gather(None)
                 # These very objects saved it, and half of it is in them now: try the next one.
-                corrupt = verdict("corrupt", str(error))
-                self._ranks.lead(partial(self._store.mark, checkpoint, corrupt))
+                self._ranks.lead(partial(self._mark_corrupt, checkpoint, str(error)))
                 continue
             self._treat(checkpoint)
             return checkpoint
         raise RecoveryHaltedError(
             f"there is no healthy checkpoint from before step {_onset(recovery)} to roll back to"
         )
+
+    def account(self, recovery: Recovery, checkpoint: Checkpoint) -> dict[str, Any]:
+        """What there is to tell of it, after `go_back` went to `checkpoint`: see `Notes`."""
+        return {
+            "onset": recovery.onset,
+            "from_step": recovery.step,
+            "resumed_from": checkpoint.name,
+            "resumed_step": checkpoint.step,
+            "why": self._passed_over,
+            "remedies": [str(remedy) for remedy in self._ledger.now.remedies],
+        }
 
     def _healthy(self) -> tuple[int, tuple[Checkpoint, ...]]:
         """How many the run descends from, and those to try, the newest first."""
@@ -132,7 +145,8 @@ class Rollback:
 
         They are not read for it: all of a large checkpoint takes minutes, and training would stand.
         """
-        return next(iter(self._candidates(self.line(), recovery)), None)
+        own = self.line()
+        return next(iter(self._choice(own, own, recovery).candidates), None)
 
     def remedies(
         self, recovery: Recovery, checkpoint: Checkpoint, number: int
@@ -157,13 +171,21 @@ class Rollback:
         """The checkpoints to try, the best first, each with what it descends from."""
         self.mark_suspects(recovery)
         own = self.line()
-        return [own[own.index(c) :] for c in self._candidates(own, recovery)]
+        choice = self._choice(self._store.all(), own, recovery)
+        self._reasons = choice.reasons
+        return [own[own.index(c) :] for c in choice.candidates]
 
     def _settle_on(self, way: Sequence[Checkpoint], recovery: Recovery) -> None:
         """Go back to the first of `way`: on disk before training goes on.
 
         From here a crash resumes on the new line.
         """
+        newer = (
+            c for c in reversed(self._store.all()) if c.manifest.number > way[0].manifest.number
+        )
+        self._passed_over = [
+            f"{c.name}: {self._reasons[c.name]}" for c in newer if c.name in self._reasons
+        ]
         self._ledger.update(
             generation=recovery.generation + 1,
             base=tuple(c.name for c in way),
@@ -179,19 +201,24 @@ class Rollback:
             mine = difference(checkpoint, first=ranks.rank, every=ranks.size)
         problem = next((p for p in ranks.gather(mine) if p is not None), None)
         if problem is not None:
-            corrupt = verdict("corrupt", problem)
-            ranks.lead(lambda: self._store.mark(checkpoint, corrupt))
+            ranks.lead(lambda: self._mark_corrupt(checkpoint, problem))
         return problem is None
 
-    def _candidates(self, own: Sequence[Checkpoint], recovery: Recovery) -> Sequence[Checkpoint]:
+    def _mark_corrupt(self, checkpoint: Checkpoint, problem: str) -> None:
+        self._reasons[checkpoint.name] = f"corrupt: {problem}"
+        self._store.mark(checkpoint, verdict("corrupt", problem))
+
+    def _choice(
+        self, checkpoints: Sequence[Checkpoint], own: Sequence[Checkpoint], recovery: Recovery
+    ) -> Choice:
         return choose(
-            own,
+            checkpoints,
             line=own,
             onset=_onset(recovery),
             margin=self._margin,
             # Of a recovery that has its target already, this is the target.
             resumed_from=self._ledger.now.resumed_from if recovery.target is None else None,
-        ).candidates
+        )
 
     def _load(self, checkpoint: Checkpoint) -> None:
         self._state.restore(checkpoint.folder, checkpoint.manifest.world_size)

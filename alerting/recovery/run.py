@@ -19,6 +19,7 @@ from alerting.heartbeat import HeartbeatFile
 from alerting.recovery.agreement import Agreement, Vote
 from alerting.recovery.backup import BackupProcedure
 from alerting.recovery.checkpoints import CheckpointStore
+from alerting.recovery.chronicle import Chronicle
 from alerting.recovery.confirmations import Confirmations
 from alerting.recovery.detector import Detector
 from alerting.recovery.ledger import LedgerFile, Recovery
@@ -82,8 +83,14 @@ class GuardedRun:
         self._heartbeat = HeartbeatFile(self._control.path)
         self._step_times = StepTimes(folder / STEPS_FILE)
         self._ledger = LedgerFile(folder / "guard.json", name)
-        self._mailbox = Mailbox(self._control, self._ledger, settings.max_rollbacks)
-        self._store = CheckpointStore(folder / "checkpoints")
+        chronicle = Chronicle(detector, ranks)
+        self._mailbox = Mailbox(self._control, self._ledger, settings.max_rollbacks, chronicle)
+        self._store = CheckpointStore(
+            folder / "checkpoints",
+            lambda checkpoint, said: chronicle.tell(
+                "health", name=checkpoint.name, health=said.health, why=said.reason
+            ),
+        )
         self.saver = Saver(
             store=self._store,
             state=state,
@@ -92,6 +99,7 @@ class GuardedRun:
             ranks=ranks,
             keep=settings.keep,
             onset_margin_steps=settings.onset_margin_steps,
+            chronicle=chronicle,
         )
         self._rollback = Rollback(
             store=self._store,
@@ -115,6 +123,7 @@ class GuardedRun:
             watched=watched,
             restart=settings.recover_by == "restart",
             detection_lag_seconds=settings.detection_lag_seconds,
+            chronicle=chronicle,
         )
         self._backup = BackupProcedure(
             saver=self.saver,

@@ -90,9 +90,7 @@ class RunFolder:
             margin=margin,
             resumed_from=None if chosen else self.ledger.resumed_from,
         )
-        reasons = dict(choice.refused)
-        if choice.deferred is not None:
-            reasons[choice.deferred] = "the run began again from it, and the anomaly came again"
+        reasons = choice.reasons
         target = None
         for candidate in choice.candidates:
             problem = examine(candidate)

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from alerting.exceptions import CheckpointError
 from alerting.recovery.checkpoints import CheckpointStore
+from alerting.recovery.chronicle import Chronicle
 from alerting.recovery.failures import FAILURES, cause
 from alerting.recovery.health import HealthRecord, verdict
 from alerting.recovery.ledger import LedgerFile
@@ -45,7 +46,9 @@ class Saver:
         ranks: Ranks,
         keep: int,
         onset_margin_steps: int,
+        chronicle: Chronicle,
     ) -> None:
+        self._chronicle = chronicle
         self._ranks = ranks
         self._writers = ranks.twin()
         self._store = store
@@ -173,6 +176,15 @@ class Saver:
             manifest.name,
             checkpoint.health.health,
             seconds,
+        )
+        self._chronicle.tell(
+            "checkpoint",
+            step=manifest.step,
+            name=manifest.name,
+            kind=manifest.kind,
+            health=checkpoint.health.health,
+            why=checkpoint.health.reason,
+            seconds=round(seconds, 3),
         )
         self.last_seconds = seconds
         if manifest.kind in RESUMABLE:

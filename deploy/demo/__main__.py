@@ -15,6 +15,7 @@ import fcntl
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -126,6 +127,7 @@ def demo(console: Console, folder: Path, keep: bool, seed: int | None) -> int:
         if code is not None:
             console.print(trainer.tail(), markup=False, highlight=False)
         trainer.stop()
+        write_report(console, folder)
         if keep:
             hold(console, servers)
     return 1 if faults else 0
@@ -176,6 +178,18 @@ def report(console: Console, observer: Observer, faults: list[str]) -> None:
         console.print(f"[red]missed: {fault}", highlight=False)
     if not faults:
         console.print("[green]The fault was seen, told, and undone.")
+
+
+def write_report(console: Console, folder: Path) -> None:
+    """What the trainer's journal has of it, as a page."""
+    page = folder / "report.html"
+    journal = folder / "runs" / RUN / "journal"
+    command = [sys.executable, "-m", "act_exporter.cli", "report", str(journal), "-o", str(page)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=REPOSITORY)
+    if done.returncode:
+        console.print(f"[red]no report: {done.stderr.strip()}", highlight=False)
+    else:
+        console.print(f"What the journal has of it: {page}", highlight=False, soft_wrap=True)
 
 
 def hold(console: Console, servers: Stack) -> None:

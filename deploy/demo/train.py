@@ -181,7 +181,15 @@ def main() -> None:
 
     # (1) Statistics of each layer on http://localhost:PORT/metrics.
     # (A model this small is over the default budget of a hundredth of each step.)
-    exporter = start_exporter(model, args.port, run=args.run, max_overhead=None, scaler=scaler)
+    # The journal is for `act-exporter report`.
+    exporter = start_exporter(
+        model,
+        args.port,
+        run=args.run,
+        max_overhead=None,
+        scaler=scaler,
+        journal=args.log_dir / args.run / "journal",
+    )
     # (2) Checkpoints, and back to a healthy one when the receiver asks.
     guard = TrainingGuard(
         args.log_dir / args.run,

@@ -9,9 +9,11 @@ import ast
 import contextlib
 import importlib
 import inspect
+import tempfile
 import textwrap
 import types
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,6 +35,7 @@ MODULES = (
     "window",
     "baseline",
     "exporter",
+    "chronicle",
     "collector",
     "gradients",
     "norms",
@@ -266,7 +269,7 @@ def run(
     """Train a small model through all that happens in a run; its weights, and errors counted.
 
     A learning rate, a forward that fails, micro-batches that no step follows, a spike of two steps
-    beyond what float32 has squares of, a scrape a step.
+    beyond what float32 has squares of, a scrape a step; with a journal.
     """
     model = gpt()
     torch.manual_seed(5)
@@ -274,8 +277,17 @@ def run(
     options: dict[str, Any] = {"watch": "sublayers", "sample_every": 1, "thresholds": QUICK}
     if dist.is_initialized():
         options["reduce"] = "global"
-    exporter = Exporter(model, run="test", rank=0, **options) if watched else None
-    then()
+    with tempfile.TemporaryDirectory() as folder:
+        options["journal"] = Path(folder)
+        exporter = Exporter(model, run="test", rank=0, **options) if watched else None
+        then()
+        errors = _train(model, optimizer, exporter)
+    return [parameter.detach() for parameter in model.parameters()], errors
+
+
+def _train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, exporter: Exporter | None
+) -> int | None:
     for step in range(9):
         if step == 2:
             with contextlib.suppress(IndexError):
@@ -293,11 +305,11 @@ def run(
         if exporter is not None:
             with contextlib.suppress(ArithmeticError):  # the scraper's trouble
                 exporter._render("")
-    errors = None
-    if exporter is not None:
-        errors = sum(exporter._errors.values())
-        exporter.close()
-    return [parameter.detach() for parameter in model.parameters()], errors
+    if exporter is None:
+        return None
+    errors = sum(exporter._errors.values())
+    exporter.close()
+    return errors
 
 
 @pytest.fixture

@@ -11,9 +11,12 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from prometheus_client import Metric
@@ -809,11 +812,63 @@ class TestJournal:
         assert [record.step for record in records if record.layer == "embed"] == [*range(1, 43)]
         assert len(records) == 42 * taps
         assert {record.generation for record in records if record.step > 41} == {1}
-        notes = [(note.kind, note.step) for note in Reader(tmp_path / "journal").notes()]
-        assert notes == [("onset", 41), ("rollback", 41), ("onset", 42)]
-        first = next(Reader(tmp_path / "journal").notes())
-        assert first.fields["layer"] == "blocks.1.attn.proj"
-        assert first.fields["verdict"] == "activation"
+        notes = list(Reader(tmp_path / "journal").notes())
+        once = [note for note in notes if note.kind in ("onset", "clean", "rollback")]
+        assert [(note.kind, note.step) for note in once] == [
+            *[("onset", 41), ("rollback", 41), ("onset", 42)]
+        ]
+        assert once[0].fields["layer"] == "blocks.1.attn.proj"
+        assert once[0].fields["verdict"] == "activation"
+
+    def test_holds_the_numbers_of_the_run_at_each_sampled_step(
+        self, model: nn.Module, tmp_path: Path
+    ) -> None:
+        with start_exporter(model, 0, sample_every=3, journal=tmp_path) as exporter:
+            for loss in (4.0, 3.0, math.nan, 2.0):
+                exporter.record(loss=loss)
+                train(model, 3)
+        found: dict[int, dict[str, Any]] = defaultdict(dict)
+        for note in Reader(tmp_path).notes():
+            if note.kind == "training":
+                found[note.step] |= note.fields
+        assert list(found) == [1, 4, 7, 10]
+        assert [numbers["loss"] for numbers in found.values()] == [4.0, 3.0, "NaN", 2.0]
+        assert all(numbers["learning_rate"] == 0.01 for numbers in found.values())
+        assert all(numbers["grad_norm"] > 0 for numbers in found.values())
+
+    def test_says_once_where_taps_lie_and_what_their_baselines_are(
+        self, model: nn.Module, tmp_path: Path
+    ) -> None:
+        with start_exporter(model, 0, thresholds=QUICK, journal=tmp_path) as exporter:
+            train(model, 30)
+            depth = exporter._training.layers.depth  # type: ignore[union-attr]
+            baseline = exporter._training.layers.baseline  # type: ignore[union-attr]
+        notes = list(Reader(tmp_path).notes())
+        depths = [note for note in notes if note.kind == "depth"]
+        assert [note.fields["depth"] for note in depths] == depth.tolist()
+        assert {note.step for note in depths} == {1}
+        learnt = [note for note in notes if note.kind == "baseline"]
+        named = {(note.fields["layer"], note.fields["tensor"]) for note in learnt}
+        assert len(learnt) == len(named) == np.isfinite(baseline).sum() > 0
+        assert {note.fields["absmax"] for note in learnt} == set(baseline[~np.isnan(baseline)])
+
+    def test_takes_notes_of_others(self, model: nn.Module, tmp_path: Path) -> None:
+        with start_exporter(model, 0, journal=tmp_path) as exporter:
+            train(model, 2)
+            exporter.note("checkpoint", name="a", kind="backup", step=1, seconds=math.inf)
+            exporter.note("odd", what=object())
+            wait_for(
+                lambda: value(exporter, "act_errors_total", stage="journal") == 1,
+                "the error to be counted",
+            )
+        (note,) = (n for n in Reader(tmp_path).notes() if n.kind in ("checkpoint", "odd"))
+        assert note.step == 1
+        assert note.fields == {"name": "a", "kind": "backup", "seconds": "Infinity"}
+
+    def test_no_note_is_too_much_without_one(self, model: nn.Module) -> None:
+        with start_exporter(model, 0) as exporter:
+            exporter.note("checkpoint", name="a")
+            assert value(exporter, "act_errors_total", stage="journal") == 0
 
     def test_a_folder_that_cannot_be_is_counted_and_training_goes_on(
         self, model: nn.Module, tmp_path: Path
