@@ -27,6 +27,7 @@ from act_exporter.gradients import Gradients, Scaler, Which
 from act_exporter.history import History, Layers, Onset, Thresholds
 from act_exporter.journal import Journal
 from act_exporter.layers import Watch, find_taps
+from act_exporter.live import POLICY, LivePage, Source, Trail
 from act_exporter.norms import Norms
 from act_exporter.overhead import Overhead
 from act_exporter.probe import Probe, Sample
@@ -152,6 +153,20 @@ class Exporter:
             else Journal(journal, run=run, rank=rank, taps=taps, on_error=self._count_error)
         )
         self._chronicle = Chronicle(self._journal, taps)
+        self._trail = Trail(len(taps))
+        self._live = LivePage(
+            Source(
+                **labels,
+                taps=taps,
+                thresholds=thresholds,
+                max_overhead=max_overhead,
+                training=lambda: self._training,
+                trail=self._trail,
+                registry=self.registry,
+                errors=self._errors,
+                faults=lambda: self._faults.factors,
+            )
+        )
         # Two families a layer are of updates.
         series = self._page.series + self._gradients.series + 2 * self._updates.series
         self.registry.register(
@@ -189,7 +204,9 @@ class Exporter:
         if not self._speaks:
             return
         try:
-            self._server = MetricsServer(host, port, self._render)
+            self._server = MetricsServer(
+                host, port, metrics=self._render, page=self._show, policy=POLICY
+            )
         except (OSError, OverflowError, UnicodeError) as error:  # in use, too high, no such host
             self._count_error("server", error, f"no metrics on {host}:{port}")
             return
@@ -293,6 +310,7 @@ class Exporter:
         now = self._training
         at = {"step": now.step, "time": time.time(), "generation": now.generation}
         try:
+            self._trail.note(kind, **{**at, **fields})
             self._chronicle.note(kind, **{**at, **fields})
         except Exception as error:
             self._count_error("journal", error)
@@ -470,6 +488,7 @@ class Exporter:
                 sick = self._training.verdict is not None
                 judged.append(self._history.observe(sample, rate, sick))
                 self._chronicle.sample(sample, judged[-1], self._training.generation)
+                self._trail.sample(sample, judged[-1], self._training.generation)
                 self._numbers.observe(sample.step, sample.values)
                 known = sample.values if rate is None else {**sample.values, "learning_rate": rate}
                 numbers[sample.step] |= known
@@ -497,6 +516,7 @@ class Exporter:
                 self._numbers.observe(update.step, update.values)
                 self._training = dataclasses.replace(self._training, update=update)
             self._chronicle.numbers(numbers, self._training.finished_at, self._training.generation)
+            self._trail.numbers(numbers)
             for layers in judged:
                 self._diagnose(layers)
         except Exception as error:
@@ -557,6 +577,13 @@ class Exporter:
     def _render(self, accept: str) -> tuple[bytes, str]:
         try:
             return self._draw(accept)
+        except Exception as error:
+            self._count_error("scrape", error)
+            raise
+
+    def _show(self, query: str) -> bytes:
+        try:
+            return self._live.render(query)
         except Exception as error:
             self._count_error("scrape", error)
             raise

@@ -1,4 +1,4 @@
-"""The HTTP server of `/metrics`: one daemon thread, one more a scrape, nothing of the trainer's."""
+"""The HTTP server of `/metrics` and `/`: one daemon thread, one more a request."""
 
 from __future__ import annotations
 
@@ -10,28 +10,43 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
 
-Page = Callable[[str], tuple[bytes, str]]
+Metrics = Callable[[str], tuple[bytes, str]]
 """From an Accept header to a body and its content type."""
+
+Page = Callable[[str], bytes]
+"""From the query of an address to HTML."""
+
+_TEXT = "text/plain; charset=utf-8"
+
+# Numbers of now, for whoever asked and nobody else.
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+}
 
 # A scraper that sends nothing is let go after this many seconds, Prometheus' own scrape_timeout.
 _REQUEST_SECONDS = 10
 
 
 class MetricsServer:
-    """Serves one page until closed.
+    """Serves two pages until closed.
 
     Args:
         host: address to listen on, IPv4 or IPv6.
         port: port; 0 for any free one.
-        page: renders the page, in the scrape's thread.
+        metrics: renders `/metrics`, in the request's thread.
+        page: renders `/`, likewise.
+        policy: the content security policy of `/`.
 
     Raises:
         OSError: the address cannot be listened on.
     """
 
-    def __init__(self, host: str, port: int, page: Page) -> None:
+    def __init__(self, host: str, port: int, *, metrics: Metrics, page: Page, policy: str) -> None:
         self._process = os.getpid()
-        self._server = _Server(host, port, page)
+        self._server = _Server(host, port, metrics, page, policy)
         self.port: int = self._server.server_address[1]
         self._thread = threading.Thread(
             target=self._server.serve_forever, name="act-exporter", daemon=True
@@ -63,8 +78,8 @@ def _close_in_children(listener: socket.socket) -> None:
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
-    def __init__(self, host: str, port: int, page: Page) -> None:
-        self.page = page
+    def __init__(self, host: str, port: int, metrics: Metrics, page: Page, policy: str) -> None:
+        self.metrics, self.page, self.policy = metrics, page, policy
         if ":" in host:
             self.address_family = socket.AF_INET6
         super().__init__((host, port), _Handler)
@@ -84,21 +99,35 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Server
 
     def do_GET(self) -> None:
-        path = self.path.partition("?")[0]
-        if path == "/metrics":
-            body, content_type = self.server.page(self.headers.get("Accept", ""))
-            self._answer(200, body, content_type)
-        elif path == "/":
-            self._answer(200, b"act-exporter: see /metrics\n", "text/plain; charset=utf-8")
-        else:
-            self._answer(404, b"not found: see /metrics\n", "text/plain; charset=utf-8")
+        self._answer(*self._find())
+
+    def do_HEAD(self) -> None:
+        self._answer(*self._find())
+
+    def _find(self) -> tuple[int, bytes, str]:
+        """Status, body and content type of what was asked for."""
+        path, _, query = self.path.partition("?")
+        try:
+            if path == "/metrics":
+                return 200, *self.server.metrics(self.headers.get("Accept", ""))
+            if path == "/":
+                return 200, self.server.page(query), "text/html; charset=utf-8"
+        except Exception:
+            # Counted and logged by whoever renders; here somebody waits for an answer.
+            return 500, b"This page could not be made; training goes on. See its log.\n", _TEXT
+        return 404, b"not found: see / and /metrics\n", _TEXT
 
     def _answer(self, status: int, body: bytes, content_type: str) -> None:
         self.send_response(status)
+        for name, value in _HEADERS.items():
+            self.send_header(name, value)
+        # Also on what is no HTML: a policy costs nothing where there is nothing to run.
+        self.send_header("Content-Security-Policy", self.server.policy)
         self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(body)
+        if self.command != "HEAD":
+            self.wfile.write(body)
 
     def log_message(self, *args: object) -> None:
         """Scrapes are not worth a line each in the trainer's log."""
