@@ -8,41 +8,19 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
 
-import yaml
+import numpy as np
 
-from act_exporter.assets import assets_folder
+from act_exporter.history import Thresholds
+from act_exporter.live.alerts import Alert, Shipped
 from act_exporter.watch.page import Layer, Page
 
-Severity = Literal["critical", "warning", "info"]
-_SEVERITIES: tuple[Severity, ...] = ("critical", "warning", "info")
+_SEVERITIES = ("critical", "warning", "info")
 
 Found = tuple[str, float]
 """Where, or "" for the run as a whole, and how much."""
-
-_AT_THE_END = re.compile(r"(>=|<=|>|<) *([\d.]+)\s*$")
-
-
-@dataclass(frozen=True, slots=True)
-class Limit:
-    """What an alert compares with, as its rule file has it."""
-
-    comparison: str
-    number: float
-    severity: Severity
-
-    def is_beyond(self, value: float) -> bool:
-        """Whether the condition holds; of a NaN it never does."""
-        return {
-            ">": value > self.number,
-            ">=": value >= self.number,
-            "<": value < self.number,
-            "<=": value <= self.number,
-        }[self.comparison]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +44,7 @@ class Condition:
 class Holding:
     """An alert whose condition holds, in words."""
 
-    alert: str
-    severity: Severity
+    alert: Alert
     words: str
 
 
@@ -78,61 +55,33 @@ def holding(pages: Sequence[Page]) -> list[Holding]:
     """
     found = []
     for condition in _CONDITIONS:
-        worst: tuple[Limit, Found] | None = None
+        worst: tuple[Alert, str, float] | None = None
         for page in pages:
-            limit = _limit(condition, page)
+            alert = _judged_by(condition, page)
             for where, value in condition.measure(page):
-                if limit.is_beyond(value) and (worst is None or _is_worse(value, worst)):
-                    worst = limit, (where, value)
+                if alert.holds(np.array(value)) and (worst is None or _is_worse(value, worst)):
+                    worst = alert, where, value
         if worst is not None:
-            limit, (where, value) = worst
-            words = f"{where} {condition.words.format(value)}".strip()
-            found.append(Holding(condition.alert, limit.severity, words))
-    return sorted(found, key=lambda holds: _SEVERITIES.index(holds.severity))
-
-
-def threshold(alert: str) -> float:
-    """The number that an alert of the shipped rules compares with."""
-    return _shipped(alert).number
-
-
-def _is_worse(value: float, worst: tuple[Limit, Found]) -> bool:
-    limit, (_, before) = worst
-    return value < before if limit.comparison.startswith("<") else value > before
-
-
-def _limit(condition: Condition, page: Page) -> Limit:
-    shipped = _shipped(condition.alert)
-    own = page.by("act_rule_threshold", "rule")
-    number = own.get(condition.threshold or "", shipped.number)
-    return replace(shipped, number=number)
+            alert, where, value = worst
+            found.append(Holding(alert, f"{where} {condition.words.format(value)}".strip()))
+    return sorted(found, key=lambda holds: _SEVERITIES.index(holds.alert.severity))
 
 
 @functools.cache
-def _rules() -> dict[str, dict[str, Any]]:
-    """All rules of the shipped files, by the name of the alert or of what is recorded."""
-    return {
-        rule.get("alert") or rule["record"]: rule
-        for path in sorted((assets_folder() / "prometheus" / "rules").glob("*.yml"))
-        for group in yaml.safe_load(path.read_text())["groups"]
-        for rule in group["rules"]
-    }
+def shipped() -> Shipped:
+    """The shipped alerts."""
+    return Shipped(Thresholds())
 
 
-@functools.cache
-def _shipped(alert: str) -> Limit:
-    rule = _rules()[alert]
-    found = _AT_THE_END.search(rule["expr"])
-    assert found is not None, f"{alert} ends with no comparison"  # noqa: S101  # a test reads all
-    return Limit(found[1], float(found[2]), rule["labels"]["severity"])
+def _is_worse(value: float, worst: tuple[Alert, str, float]) -> bool:
+    alert, _, before = worst
+    return value < before if alert.sign.startswith("<") else value > before
 
 
-@functools.cache
-def _within(record: str, metric: str) -> float:
-    """What a recorded rule wants a metric to be above."""
-    found = re.search(rf"\b{metric} > ([\d.]+)", _rules()[record]["expr"])
-    assert found is not None, f"{record} compares no {metric}"  # noqa: S101  # likewise
-    return float(found[1])
+def _judged_by(condition: Condition, page: Page) -> Alert:
+    alert = shipped().alerts[condition.alert]
+    own = page.by("act_rule_threshold", "rule").get(condition.threshold or "")
+    return alert if own is None else replace(alert, limit=own)
 
 
 def _layers(value: Callable[[Layer], float]) -> Callable[[Page], Iterator[Found]]:
@@ -150,16 +99,14 @@ def _not_finite(metric: str) -> Callable[[Page], Iterator[Found]]:
 
 
 def _drifting(page: Page) -> Iterator[Found]:
-    least = _within(
-        "layer:act_layer_absmax:growing_baseline_ratio", "act_layer_absmax_growth_ratio"
-    )
+    least = shipped().limit("act_layer_absmax_growth_ratio")
     for layer in page.layers.values():
         if layer.value("absmax_growth_ratio") > least:
             yield layer.name, layer.ratio
 
 
 def _attention(page: Page) -> Iterator[Found]:
-    least = _within("layer:act_attention_logit_bound:baseline_ratio", "act_attention_logit_bound")
+    least = shipped().limit("act_attention_logit_bound")
     baselines = page.by("act_attention_logit_bound_baseline", "layer")
     for layer, bound in page.by("act_attention_logit_bound", "layer").items():
         if bound > least and baselines.get(layer, 0) > 0:

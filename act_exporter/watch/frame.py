@@ -171,9 +171,11 @@ def _conditions(held: Sequence[Holding], most: int) -> list[Text]:
         return [Text("no alert's condition holds", "dim", no_wrap=True)]
     lines = []
     for holds in held[:most]:
-        line = Text(f"{holds.severity:8} ", STYLES[_SEVERITIES[holds.severity]], no_wrap=True)
-        lines.append(line.append(f"{holds.alert}: {holds.words}", "default not bold"))
-    if more := [holds.alert for holds in held[most:]]:
+        line = Text(
+            f"{holds.alert.severity:8} ", STYLES[_SEVERITIES[holds.alert.severity]], no_wrap=True
+        )
+        lines.append(line.append(f"{holds.alert.name}: {holds.words}", "default not bold"))
+    if more := [holds.alert.name for holds in held[most:]]:
         lines.append(Text(f"and {', '.join(more)}", "dim", no_wrap=True))
     return lines
 

@@ -159,7 +159,7 @@ class Screen:
 def _code(readings: Sequence[Reading]) -> int:
     pages = [reading.page for reading in readings if reading.page is not None]
     ill = any(page.onset is not None or page.verdict is not None for page in pages)
-    if ill or any(holds.severity != "info" for holds in holding(pages)):
+    if ill or any(holds.alert.severity != "info" for holds in holding(pages)):
         return ANOMALY
     return WELL if len(pages) == len(readings) else NO_ANSWER
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from act_exporter.diagnosis import Verdict
-from act_exporter.watch.conditions import Holding, threshold
+from act_exporter.live.words import VERDICTS
+from act_exporter.watch.conditions import Holding, shipped
 from act_exporter.watch.page import Layer, Page
 from act_exporter.watch.source import Reading
 
@@ -19,20 +19,6 @@ LEVELS: tuple[Level, ...] = ("bad", "warning", "unknown", "well")
 """The most urgent first."""
 
 NOTHING = "-"
-
-MEANINGS: dict[Verdict, str] = {
-    "activation": "layers went bad while the gradients were calm: bad weights, an unbounded"
-    " feature map, or the end of the number format",
-    "gradient": "the gradient exploded while every layer was calm: look at backward, the learning"
-    " rate and clipping",
-    "data": "loss and gradient jumped for one batch, and the next ones were calm",
-    "parameters": "nearly all layers became non-finite in one step: an update broke the weights,"
-    " and the layer named first is no culprit",
-    "resume": "it began within a few steps of a restored state: what was loaded is not what was"
-    " saved",
-    "loss": "the loss alone: look at the loss function, the labels or a head",
-}
-"""What the verdicts of `act_exporter.diagnosis` mean."""
 
 _UNITS = (("d", 86_400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0))
 _LETTERS = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
@@ -113,15 +99,19 @@ def state_of(layer: Layer, hard: float) -> State:
     if layer.ratio > hard:
         return State(f"over {hard:g}x", "bad")
     for rule, alert in (("dead", "ActLayerDead"), ("saturated", "ActLayerSaturated")):
-        if layer.row(rule) >= threshold(alert):
+        if layer.row(rule) >= _limit(alert):
             return State(rule, "warning")
-    if layer.value("headroom_ratio") > threshold("ActLayerHeadroomLow"):
+    if layer.value("headroom_ratio") > _limit("ActLayerHeadroomLow"):
         return State("near end", "warning")
-    if layer.row("sigma") >= threshold("ActLayerAboveWindowSustained"):
+    if layer.row("sigma") >= _limit("ActLayerAboveWindowSustained"):
         return State("unusual", "warning")
     if layer.ratio > _HIGH * hard:
         return State("high", "warning")
     return State("no base", "unknown") if math.isnan(layer.ratio) else State("well", "well")
+
+
+def _limit(alert: str) -> float:
+    return shipped().alerts[alert].limit
 
 
 def level_of(ratio: float, hard: float) -> Level:
@@ -133,7 +123,7 @@ def level_of(ratio: float, hard: float) -> Level:
 
 def hard_of(page: Page) -> float:
     """Times the baseline that the trainer's hard rule allows."""
-    return page.by("act_rule_threshold", "rule").get("hard", threshold("ActLayerAboveBaseline"))
+    return page.by("act_rule_threshold", "rule").get("hard", _limit("ActLayerAboveBaseline"))
 
 
 def standing(reading: Reading, now: float) -> State:
@@ -153,7 +143,7 @@ def standing(reading: Reading, now: float) -> State:
     if page.verdict is not None:
         return State(page.verdict, "bad")
     age = reading.age(now)
-    if age > threshold("ActTrainerStalled"):
+    if age > _limit("ActTrainerStalled"):
         return State("stalled", "bad")
     if age * reading.rate > _STILL_STEPS:
         return State("stalled?", "warning")
@@ -186,8 +176,8 @@ def headline(readings: Sequence[Reading], holding: Sequence[Holding]) -> Headlin
     ill = next((page for page in pages if page.verdict is not None), None)
     if ill is not None:
         return Headline(State(f"FAULT in {ill.run}", "bad"), [*sentences, *_verdict(ill)])
-    told = [holds for holds in holding if holds.severity != "info"]
-    if told and told[0].severity == "critical":
+    told = [holds for holds in holding if holds.alert.severity != "info"]
+    if told and told[0].alert.severity == "critical":
         return Headline(State("ALARM", "bad"), [f"{_sentence(told[0].words)}", *sentences])
     if away:
         return Headline(State("NO ANSWER", "bad"), sentences)
@@ -219,8 +209,9 @@ def _verdict(page: Page) -> list[str]:
     verdict = page.verdict
     if verdict is None:
         return []
-    meaning = next((text for kind, text in MEANINGS.items() if kind == verdict), "")
-    return [f"Verdict {verdict}: {meaning}." if meaning else f"Verdict {verdict}."]
+    # Another version of the exporter may know others.
+    known = (meaning for kind, meaning in VERDICTS.items() if kind == verdict)
+    return [next(known, f"The verdict is {verdict}.")]
 
 
 def _injected(pages: Sequence[Page]) -> list[str]:

@@ -155,7 +155,7 @@ class TestOnce:
         assert done.returncode == 1, done.stderr
         assert "ANOMALY since step 41" in done.stdout
         assert f"First was {FAULTY} (output), at " in done.stdout
-        assert "Verdict activation: layers went bad while the gradients were calm" in done.stdout
+        assert "An activation fault: layers went bad while the gradients were calm." in done.stdout
         assert re.search(
             r"critical ActRunaway: .+ was bad for 5 sampled steps in a row", done.stdout
         )

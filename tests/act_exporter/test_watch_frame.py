@@ -139,8 +139,8 @@ class TestConditions:
     )
     def test_of_layers(self, alert: str, beyond: dict, still: dict) -> None:
         base = {"absmax_peak": 1.0, "absmax_baseline": 1.0}
-        assert alert in [holds.alert for holds in holding([page(a=base | beyond)])]
-        assert alert not in [holds.alert for holds in holding([page(a=base | still)])]
+        assert alert in [holds.alert.name for holds in holding([page(a=base | beyond)])]
+        assert alert not in [holds.alert.name for holds in holding([page(a=base | still)])]
 
     @pytest.mark.parametrize(
         ("alert", "beyond", "still"),
@@ -172,14 +172,14 @@ class TestConditions:
         ],
     )
     def test_of_the_run(self, alert: str, beyond: str, still: str) -> None:
-        assert [holds.alert for holds in holding([page(beyond)])] == [alert]
+        assert [holds.alert.name for holds in holding([page(beyond)])] == [alert]
         assert holding([page(still)]) == []
 
     def test_a_budget_that_is_spent_counts_after_a_rollback_only(self) -> None:
         spent = "act_rollback_budget_remaining 0"
         assert holding([page(spent, 'act_run_info{generation="0"} 1')]) == []
         (holds,) = holding([page(spent, 'act_run_info{generation="1"} 1')])
-        assert holds.alert == "ActRollbackBudgetSpent"
+        assert holds.alert.name == "ActRollbackBudgetSpent"
 
     def test_attention_is_judged_by_baseline_and_size(self) -> None:
         def bound(now: float) -> Page:
@@ -190,7 +190,7 @@ class TestConditions:
 
         assert holding([bound(30)]) == []
         (holds,) = holding([bound(31)])
-        assert (holds.alert, holds.words) == (
+        assert (holds.alert.name, holds.words) == (
             "ActAttentionLogitsGrowing",
             "attn has logits of up to 9 times their baseline",
         )
@@ -225,7 +225,7 @@ class TestHeadline:
 
     def test_a_verdict_without_a_layer(self) -> None:
         shown = drawn([reading(page('act_diagnosis{verdict="gradient"} 1', a=WELL))])
-        assert " FAULT in gpt  Verdict gradient: the gradient exploded" in shown
+        assert " FAULT in gpt  A gradient fault: the gradient exploded" in shown
 
     def test_an_alert_for_people_without_a_verdict(self) -> None:
         shown = drawn([reading(page(a={**WELL, "headroom_ratio": 0.7}))])
