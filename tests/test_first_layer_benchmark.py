@@ -6,7 +6,7 @@ import pytest
 
 from tests.benchmarks import first_layer, recordings
 from tests.benchmarks.faults import FAULTS, Fault, garbage, nan_weight, weights
-from tests.benchmarks.first_layer import ASKED, Told, has_layer, judged, play
+from tests.benchmarks.first_layer import ASKED, Told, behind, broken, has_layer, judged, play
 
 NAN = Fault("one NaN weight", nan_weight, "blocks.2.mlp.down", float("nan"), steps=6)
 QKV = Fault("one NaN weight", nan_weight, "blocks.1.attn.qkv", float("nan"), steps=6)
@@ -24,31 +24,47 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Told]:
 
 
 def test_the_right_one_is_the_first_watched_tensor_at_or_behind_the_broken_module(told) -> None:
-    assert told[NAN.name].right == ("blocks.2.mlp.down", "output")
+    assert told[NAN.name].right == {("blocks.2.mlp.down", "output")}
     # The projection of query, key and value is not watched; what attention makes of it is.
-    assert told[QKV.name].right == ("blocks.1.attn.proj", "input")
-    assert told[SMALL.name].right == ("blocks.1.mlp.down", "input")
-    assert told[GARBAGE.name].right is None
+    assert told[QKV.name].right == {("blocks.1.attn.proj", "input")}
+    assert told[SMALL.name].right == {("blocks.1.mlp.down", "input")}
+    assert told[GARBAGE.name].right == set()
+
+
+def test_of_several_broken_modules_the_first_tensor_behind_each_is_right() -> None:
+    model = recordings.PREFIXES["plain"][0]()
+    everywhere = Fault("weights times 10", weights, "all projections", 10)
+    found = behind(model, broken(everywhere, model))
+    assert {name for name in found if name[0].startswith("blocks.0.")} == {
+        ("blocks.0.attn.proj", "input"),
+        ("blocks.0.attn.proj", "output"),
+        ("blocks.0.mlp.down", "input"),
+        ("blocks.0.mlp.down", "output"),
+    }
+    assert broken(NAN, model) == []
 
 
 def test_page_report_and_watch_name_it(told) -> None:
     for fault in (NAN, QKV):
         assert told[fault.name].bad
-        assert told[fault.name].named == dict.fromkeys(ASKED, told[fault.name].right)
+        assert told[fault.name].named == dict.fromkeys(ASKED, *told[fault.name].right)
     assert not told[SMALL.name].bad
     assert told[SMALL.name].named == dict.fromkeys(ASKED)
 
 
 def test_what_is_counted(told) -> None:
     right = ("blocks.2.mlp.down", "output")
-    misled = Told(NAN, right, "activation", True, {**dict.fromkeys(ASKED, right), "watch": None})
-    result = judged([told[NAN.name], misled, told[SMALL.name], told[GARBAGE.name]])
+    other = {**dict.fromkeys(ASKED, right), "watch": None}
+    misled = Told(NAN, frozenset({right}), "activation", True, other)
+    spared = Told(QKV, frozenset({right}), "parameters", True, other)
+    result = judged([told[NAN.name], misled, spared, told[SMALL.name], told[GARBAGE.name]])
     kind = result["kinds"]["one NaN weight"]
-    assert (kind["faults"], kind["went_bad"]) == (2, 2)
+    assert (kind["faults"], kind["went_bad"]) == (3, 3)
     assert kind["page"] == kind["report"] == {"right": 2, "wrong": 0}
     assert kind["watch"] == {"right": 1, "wrong": 1}
     (wrong,) = result["wrong"]
-    assert (wrong["right"], wrong["watch"]) == ("blocks.2.mlp.down output", None)
+    assert (wrong["right"], wrong["watch"]) == (["blocks.2.mlp.down output"], None)
+    assert [one["fault"] for one in result["no_culprit"]] == [QKV.name]
     assert result["nowhere"] == [SMALL.name]
     assert [one["fault"] for one in result["no_layer"]] == [GARBAGE.name]
 

@@ -11,6 +11,8 @@ exporter's own page at / and the headline of `act-exporter watch` are asked, and
     kinds     for each kind of fault: how many there were, in how many a layer went bad, and for
               page, report and watch how many of those named the right one first, and how many not
     wrong     each fault that was named wrongly, by whom, and what was named
+    no_culprit  the same where the trainer's verdict is "parameters": all three say then that an
+              update broke the weights everywhere and that the layer named first is no culprit
     nowhere   faults in which no layer went bad by any rule that stands for a bad step: nothing was
               named, by design
     no_layer  faults that are injected into no layer (a batch, the learning rate, backward): the
@@ -18,11 +20,13 @@ exporter's own page at / and the headline of `act-exporter watch` are asked, and
 
 The right one is measured, not looked up: the watched tensor, first in the order of execution, whose
 values differ in the first step that differs at all from the same run without the fault. That is the
-first one at or behind the module that was broken.
+first one at or behind the module that was broken. Where several modules are broken alike, the first
+one behind any of them is right: which of them goes bad first, their sizes decide.
 """
 
 from __future__ import annotations
 
+import functools
 import html
 import logging
 import multiprocessing
@@ -39,6 +43,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from torch import nn
 
 from act_exporter.exporter import Exporter
 from act_exporter.history import Thresholds
@@ -53,7 +58,13 @@ from act_exporter.watch.source import Reading
 from act_exporter.watch.words import headline
 from deploy.demo.servers import REPOSITORY, _end_with_parent
 from tests.benchmarks import trainees
-from tests.benchmarks.faults import FAULTS, Fault
+from tests.benchmarks.faults import (
+    FAULTS,
+    Fault,
+    exp_feature_map,
+    logits_blow_up,
+    query_key_growth,
+)
 from tests.benchmarks.recordings import PREFIXES, START, _in_fork, _one_thread
 from tests.benchmarks.report import parser_of, setting, write
 from tests.benchmarks.trainees import Training
@@ -89,14 +100,15 @@ class Told:
 
     Attributes:
         fault: which.
-        right: layer and tensor that it changed first; None where it is injected into no layer.
+        right: layer and tensor that it changed first, and of several broken modules those behind
+            each; none where it is injected into no layer.
         verdict: the trainer's.
         bad: whether a layer went bad.
         named: by page, report and watch; None for no layer.
     """
 
     fault: Fault
-    right: Tensor | None
+    right: frozenset[Tensor]
     verdict: str | None
     bad: bool
     named: dict[str, Tensor | None]
@@ -112,6 +124,43 @@ def has_layer(fault: Fault) -> bool:
 
 def _inflicted(fault: Fault) -> str:
     return fault.inflict.__name__.replace("_", " ")
+
+
+def behind(model: nn.Module, modules: list[str]) -> frozenset[Tensor]:
+    """The first watched tensor at or behind each of the modules, in the order of execution."""
+    order: list[Tensor] = []
+    handles = []
+    for name, module in model.named_modules():
+        told = functools.partial(order.append, (name, "input"))
+        handles.append(module.register_forward_pre_hook(lambda *_, told=told: told()))
+        told = functools.partial(order.append, (name, "output"))
+        handles.append(module.register_forward_hook(lambda *_, told=told: told()))
+    with torch.no_grad():
+        model(next(trainees.batches(0))[:, :-1])
+    for handle in handles:
+        handle.remove()
+    watched = {(tap.layer, tap.tensor) for tap in find_taps(model)}
+    found = set()
+    for name in modules:
+        after = order[order.index((name, "output")) :]
+        found.add(next(tensor for tensor in after if tensor in watched))
+    return frozenset(found)
+
+
+def broken(fault: Fault, model: nn.Module) -> list[str]:
+    """The modules that it breaks, where there are several."""
+    blocks = [f"blocks.{index}.attn" for index in fault.place.split(",")]
+    if fault.place == "all projections":
+        return [
+            name
+            for name, part in model.named_modules()
+            if name.startswith("blocks.") and isinstance(part, nn.Linear)
+        ]
+    if fault.inflict is exp_feature_map:
+        return [f"{name}.qkv" for name in blocks]
+    if fault.inflict in (logits_blow_up, query_key_growth):
+        return [f"{name}.{part}" for name in blocks for part in ("q_proj", "k_proj")]
+    return []
 
 
 class _Run:
@@ -242,7 +291,14 @@ def _play(
             named |= run.ask()
     run.leave()
     named["report"] = _reported(own)
-    return Told(fault, right if has_layer(fault) else None, verdict, bad > 0, named)
+    return Told(fault, _right(fault, right), verdict, bad > 0, named)
+
+
+def _right(fault: Fault, changed: Tensor | None) -> frozenset[Tensor]:
+    if not has_layer(fault):
+        return frozenset()
+    model = PREFIXES[fault.trainee][0]()
+    return behind(model, broken(fault, model)) | ({changed} if changed else set())
 
 
 def _reported(journal: Path) -> Tensor | None:
@@ -260,28 +316,34 @@ def _reported(journal: Path) -> Tensor | None:
 def judged(told: list[Told]) -> dict[str, Any]:
     """The file's content."""
     kinds: dict[str, dict[str, Any]] = {}
-    wrong, nowhere, no_layer = [], [], []
+    result: dict[str, Any] = {"kinds": kinds}
+    lists: dict[str, list[Any]] = {
+        name: result.setdefault(name, []) for name in ("wrong", "no_culprit", "nowhere", "no_layer")
+    }
     for one in told:
         named = {who: _said(one.named[who]) for who in ASKED}
-        if one.right is None:
-            no_layer.append({"fault": one.fault.name, "verdict": one.verdict, **named})
+        listed = {"fault": one.fault.name, "verdict": one.verdict, **named}
+        if not one.right:
+            lists["no_layer"].append(listed)
             continue
+        counts = {"right": 0, "wrong": 0}
         kind = kinds.setdefault(
             one.fault.kind,
-            {"faults": 0, "went_bad": 0, **{who: {"right": 0, "wrong": 0} for who in ASKED}},
+            {"faults": 0, "went_bad": 0, **{who: counts.copy() for who in ASKED}},
         )
         kind["faults"] += 1
-        if not one.bad:
-            nowhere.append(one.fault.name)
-            if not any(one.named.values()):
-                continue
-        else:
-            kind["went_bad"] += 1
-        for who in ASKED:
-            kind[who]["right" if one.named[who] == one.right else "wrong"] += 1
-        if any(one.named[who] != one.right for who in ASKED):
-            wrong.append({"fault": one.fault.name, "right": _said(one.right), **named})
-    return {"kinds": kinds, "wrong": wrong, "nowhere": nowhere, "no_layer": no_layer}
+        kind["went_bad"] += one.bad
+        if not one.bad and not any(named.values()):
+            lists["nowhere"].append(one.fault.name)
+            continue
+        right = {who: one.named[who] in one.right for who in ASKED}
+        if all(right.values()) or one.verdict != "parameters":
+            for who in ASKED:
+                kind[who]["right" if right[who] else "wrong"] += 1
+        if not all(right.values()):
+            listed["right"] = sorted(" ".join(tensor) for tensor in one.right)
+            lists["no_culprit" if one.verdict == "parameters" else "wrong"].append(listed)
+    return result
 
 
 def _said(tensor: Tensor | None) -> str | None:
@@ -332,7 +394,7 @@ def main() -> None:
     }
     for kind, own in result["kinds"].items():
         print(f"{kind}: {own}")
-    for one in result["wrong"]:
+    for one in [*result["wrong"], *result["no_culprit"]]:
         print(one)
     write(result, arguments.out)
     shutil.rmtree(folder)
