@@ -70,7 +70,7 @@ def record(
     }
 
 
-def note(kind: str, step: int, **fields: Any) -> dict[str, Any]:
+def note(kind: str, /, step: int, **fields: Any) -> dict[str, Any]:
     """A note of rank 0, at the time of the step."""
     common = {"run": "hand", "rank": 0, "note": kind, "step": step, "time": START + step}
     return {**common, "generation": 0, **fields}
