@@ -37,6 +37,7 @@ def main() -> None:
     from act_exporter.report.command import HELP as REPORT_HELP
     from act_exporter.report.command import report
     from act_exporter.rules import DEFAULTS, RuleThresholds, write_rules
+    from act_exporter.watch.command import watch
 
     app = typer.Typer(
         no_args_is_help=True,
@@ -61,6 +62,8 @@ def main() -> None:
         except (ActExporterError, OSError) as error:
             typer.echo(f"act-exporter: {error}", err=True)
             raise typer.Exit(1) from None
+
+    app.command()(watch)
 
     @app.command()
     def layers(
