@@ -25,6 +25,20 @@ from act_exporter.training import Level
 Verdict = Literal["activation", "gradient", "data", "parameters", "resume", "loss"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 
+_MEANINGS: dict[str, str] = {
+    "activation": "An activation fault: layers went bad while the gradients were calm. Bad weights,"
+    " an unbounded feature map, or the end of the number format.",
+    "gradient": "A gradient fault: the gradient exploded while every layer was calm, and layers"
+    " that follow are consequences. Look at backward, the learning rate and clipping.",
+    "data": "A bad batch: loss and gradient jumped for one batch, the layers hardly. A rollback"
+    " alone would bring it again.",
+    "parameters": "Broken parameters: nearly all layers became non-finite in one step. An update"
+    " broke the weights the step before, and the layer named first is no culprit.",
+    "resume": "A resume fault: it began within a few steps of a restored state. What was loaded is"
+    " not what was saved.",
+    "loss": "A loss fault: the loss alone went out of line, layers and gradients are calm. Look at"
+    " the loss function, the labels or a head.",
+}
 # Share of tensors that are non-finite at once: what a broken layer spoils is what comes after it,
 # which is nearly all only where weights everywhere are broken, or the very first layer is.
 _NEARLY_ALL = 0.9
@@ -36,6 +50,11 @@ _RESUMED_STEPS = 10
 # Sampled steps for which a gradient's jump stays the possible cause of layers that go bad, and
 # after which a single jump that nothing followed was that batch's.
 _FOLLOWING_STEPS = 3
+
+
+def meaning(verdict: str) -> str:
+    """What a verdict means and where to look, in sentences; another version may know others."""
+    return _MEANINGS.get(verdict, f"The verdict is {verdict}.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

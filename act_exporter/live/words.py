@@ -4,27 +4,12 @@ from __future__ import annotations
 
 import math
 
-from act_exporter.diagnosis import Verdict
+from act_exporter.diagnosis import meaning
 from act_exporter.history import Rule
 from act_exporter.live.conditions import Holding
 from act_exporter.live.incident import Incident
 from act_exporter.live.trail import Event
 from act_exporter.live.view import View
-
-VERDICTS: dict[Verdict, str] = {
-    "activation": "An activation fault: layers went bad while the gradients were calm. Bad weights,"
-    " an unbounded feature map, or the end of the number format.",
-    "gradient": "A gradient fault: the gradient exploded while every layer was calm, and layers"
-    " that follow are consequences. Look at backward, the learning rate and clipping.",
-    "data": "A bad batch: loss and gradient jumped for one batch, the layers hardly. A rollback"
-    " alone would bring it again.",
-    "parameters": "Broken parameters: nearly all layers became non-finite in one step. An update"
-    " broke the weights the step before, and the layer named first is no culprit.",
-    "resume": "A resume fault: it began within a few steps of a restored state. What was loaded is"
-    " not what was saved.",
-    "loss": "A loss fault: the loss alone went out of line, layers and gradients are calm. Look at"
-    " the loss function, the labels or a head.",
-}
 
 RULES: dict[Rule, str] = {
     "nonfinite": "NaN or Inf",
@@ -108,7 +93,7 @@ def headline(view: View) -> str:
         when = "" if view.incident is None else f", {ago(view.at - view.incident.at)} ago"
         return f"{layer} {tensor} went bad first, at step {step:,}{when}"
     if training.verdict is not None:
-        return VERDICTS[training.verdict].partition(":")[0]
+        return meaning(training.verdict).partition(":")[0]
     if view.holding:
         worst = view.holding[0]
         more = f", and {len(view.holding) - 1} more" if len(view.holding) > 1 else ""
@@ -125,7 +110,7 @@ def lines(view: View) -> list[str]:
         said.append(_how_far(view, view.incident))
         said.append(_done(view, view.incident))
     if view.training.verdict is not None:
-        said.append(VERDICTS[view.training.verdict])
+        said.append(meaning(view.training.verdict))
     if view.state in ("well", "warning"):
         said.append(_baselines(view))
     if view.onset is None and view.incident is not None:

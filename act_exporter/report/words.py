@@ -10,34 +10,10 @@ import math
 from collections.abc import Iterator
 from datetime import UTC, datetime
 
+from act_exporter.diagnosis import meaning
 from act_exporter.levels import Tensor
 from act_exporter.report.incident import CLEAN_STEPS, HARD, Incident
 from act_exporter.report.story import Course, Story, Value
-
-MEANING = {
-    "activation": (
-        "activation: layers went bad while the gradients were calm. Look at that layer itself: its "
-        "weights, an unbounded feature map, the end of its dtype."
-    ),
-    "gradient": (
-        "gradient: the gradient exploded while every layer was calm, and layers followed. Look at "
-        "the learning rate, the clipping and the batch."
-    ),
-    "data": ("data: loss and gradient jumped for one batch, the layers hardly. Look at the batch."),
-    "parameters": (
-        "parameters: nearly all layers were not finite in the same step, so an update broke the "
-        "weights the step before; the first layer in order is no culprit. Look at the optimizer."
-    ),
-    "resume": (
-        "resume: it began within a few steps of a restored state. Look at what was loaded: "
-        "optimizer state, learning rate, weights."
-    ),
-    "loss": (
-        "loss: the loss alone; layers and gradients were calm. Look at the loss function, the "
-        "labels, the head."
-    ),
-}
-"""What the trainer's verdicts mean, and where to look."""
 
 
 def title(run: str, story: Story) -> str:
@@ -167,7 +143,7 @@ def _sentences(story: Story) -> Iterator[str]:
         rank = f" on rank {incident.rank}" if len(ranks) > 1 else ""
         yield f"{when} {named(first.tensor)} was the first to go bad{rank}: {how_far(first)}."
     if incident.verdict:
-        yield f"The trainer's verdict is {MEANING.get(incident.verdict, incident.verdict)}"
+        yield meaning(incident.verdict)
     elif not incident.noted:
         yield (
             "The journal has no word of it from the trainer: it was found in the records, as not "

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from act_exporter.live.words import VERDICTS
+from act_exporter.diagnosis import meaning
 from act_exporter.watch.conditions import Holding, shipped
 from act_exporter.watch.page import Layer, Page
 from act_exporter.watch.source import Reading
@@ -172,10 +172,12 @@ def headline(readings: Sequence[Reading], holding: Sequence[Holding]) -> Headlin
         onset, page = min(onsets, key=lambda found: found[0].step)
         run = f" in {page.run}" if len({page.run for page in pages}) > 1 else ""
         title = State(f"ANOMALY{run} since step {onset.step}", "bad")
-        return Headline(title, [_first(page), *sentences, *_verdict(page)])
-    ill = next((page for page in pages if page.verdict is not None), None)
-    if ill is not None:
-        return Headline(State(f"FAULT in {ill.run}", "bad"), [*sentences, *_verdict(ill)])
+        verdict = [] if page.verdict is None else [meaning(page.verdict)]
+        return Headline(title, [_first(page), *sentences, *verdict])
+    verdicts = [(page.run, page.verdict) for page in pages if page.verdict is not None]
+    if verdicts:
+        run, kind = verdicts[0]
+        return Headline(State(f"FAULT in {run}", "bad"), [*sentences, meaning(kind)])
     told = [holds for holds in holding if holds.alert.severity != "info"]
     if told and told[0].alert.severity == "critical":
         return Headline(State("ALARM", "bad"), [f"{_sentence(told[0].words)}", *sentences])
@@ -203,15 +205,6 @@ def _first(page: Page) -> str:
         far = f"at {number(layer.ratio)} times its baseline, where {hard_of(page):g} are the limit"
     rank = "" if page.rank == "0" else f", rank {page.rank}"
     return f"First was {onset.layer} ({onset.tensor}{rank}), {far}."
-
-
-def _verdict(page: Page) -> list[str]:
-    verdict = page.verdict
-    if verdict is None:
-        return []
-    # Another version of the exporter may know others.
-    known = (meaning for kind, meaning in VERDICTS.items() if kind == verdict)
-    return [next(known, f"The verdict is {verdict}.")]
 
 
 def _injected(pages: Sequence[Page]) -> list[str]:
