@@ -37,6 +37,7 @@ from act_exporter.silence import Silence
 from act_exporter.state import checked_windows
 from act_exporter.statistics import Column
 from act_exporter.steps import Steps
+from act_exporter.targets import TargetFile, remove_stale
 from act_exporter.training import TrainingHistory
 from act_exporter.updates import Updates
 
@@ -109,7 +110,8 @@ class Exporter:
         self.run = run
         self.port: int | None = None
         self.registry = CollectorRegistry()
-        labels = {"run": run, "rank": "all" if self._ranks is not None else str(rank)}
+        self._rank = "all" if self._ranks is not None else str(rank)
+        labels = {"run": run, "rank": self._rank}
         self._page = LayerPage(taps, labels, max_series)
         self._scrape_seconds: float | None = None
         self._errors = dict.fromkeys(_STAGES, 0)
@@ -121,6 +123,7 @@ class Exporter:
         self._standing = True  # nothing was trained since the run's step was set
         self._training = Training(finished_at=time.time(), sample_every=sample_every)
         self._server: MetricsServer | None = None
+        self._target: TargetFile | None = None
         self._told_norm = False  # whether the trainer records the gradient norm itself
         self._gradients = Gradients(
             model, taps, which=gradients, scaler=scaler, on_error=self._count_error
@@ -196,22 +199,52 @@ class Exporter:
         """Whether page and journal are this rank's to make."""
         return self._ranks is None or self._ranks.rank == 0
 
-    def serve(self, host: str, port: int) -> None:
+    def serve(self, host: str, port: int, targets: Path | None = None) -> None:
         """Serve the page; where that fails, log why and let training go on without it.
 
         With `reduce="global"` rank 0 serves, and the others do nothing here.
+
+        Args:
+            host: address to listen on.
+            port: port; 0 for any free one.
+            targets: a folder in which Prometheus looks for targets, to be listed there.
         """
         if not self._speaks:
             return
         try:
             self._server = MetricsServer(
-                host, port, metrics=self._render, page=self._show, policy=POLICY
+                host,
+                port,
+                metrics=self._render,
+                page=self._show,
+                policy=POLICY,
+                tick=self._refresh_target,
             )
         except (OSError, OverflowError, UnicodeError) as error:  # in use, too high, no such host
             self._count_error("server", error, f"no metrics on {host}:{port}")
             return
         self.port = self._server.port
         log.info("metrics of run %s on http://%s:%d/metrics", self.run, host, self.port)
+        if targets is not None:
+            self._list(targets, host, self.port)
+
+    def _list(self, folder: Path, host: str, port: int) -> None:
+        target = TargetFile(folder, run=self.run, rank=self._rank, host=host, port=port)
+        try:
+            target.write()
+            if self._rank in ("0", "all"):  # one of all ranks is enough to look at the folder
+                for path in remove_stale(folder):
+                    log.info("removed %s: nobody has refreshed it for an hour", path)
+        except OSError as error:
+            self._count_error("server", error, f"not listed in {folder}")
+        self._target = target
+
+    def _refresh_target(self) -> None:
+        try:
+            if self._target is not None:
+                self._target.refresh()
+        except Exception as error:
+            self._count_error("server", error, "not listed for Prometheus any more")
 
     def record(
         self,
@@ -408,6 +441,8 @@ class Exporter:
             self._ranks.close()
         if self._journal is not None:
             self._journal.close()
+        if self._target is not None:
+            self._target.remove()
         if self._server is not None:
             self._server.close()
             self._server = None

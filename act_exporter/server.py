@@ -39,14 +39,24 @@ class MetricsServer:
         metrics: renders `/metrics`, in the request's thread.
         page: renders `/`, likewise.
         policy: the content security policy of `/`.
+        tick: called twice a second, in the server's thread; must not raise.
 
     Raises:
         OSError: the address cannot be listened on.
     """
 
-    def __init__(self, host: str, port: int, *, metrics: Metrics, page: Page, policy: str) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        metrics: Metrics,
+        page: Page,
+        policy: str,
+        tick: Callable[[], None],
+    ) -> None:
         self._process = os.getpid()
-        self._server = _Server(host, port, metrics, page, policy)
+        self._server = _Server(host, port, metrics, page, policy, tick)
         self.port: int = self._server.server_address[1]
         self._thread = threading.Thread(
             target=self._server.serve_forever, name="act-exporter", daemon=True
@@ -78,8 +88,17 @@ def _close_in_children(listener: socket.socket) -> None:
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
-    def __init__(self, host: str, port: int, metrics: Metrics, page: Page, policy: str) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        metrics: Metrics,
+        page: Page,
+        policy: str,
+        tick: Callable[[], None],
+    ) -> None:
         self.metrics, self.page, self.policy = metrics, page, policy
+        self._tick = tick
         if ":" in host:
             self.address_family = socket.AF_INET6
         super().__init__((host, port), _Handler)
@@ -87,6 +106,10 @@ class _Server(ThreadingHTTPServer):
     def server_bind(self) -> None:
         # Not HTTPServer's own, which asks the resolver for a name that nobody uses.
         TCPServer.server_bind(self)
+
+    def service_actions(self) -> None:
+        # Of socketserver: called after each half second of waiting, and after each request.
+        self._tick()
 
     def handle_error(self, request: object, client_address: object) -> None:
         """A scraper that hung up is no event of the trainer's."""

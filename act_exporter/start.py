@@ -40,6 +40,7 @@ def start_exporter(
     journal: str | Path | None = None,
     baseline: str | Path | None = None,
     reduce: Reduce = "rank",
+    targets: str | Path | None = None,
 ) -> Exporter:
     """Watch `model` and serve its statistics on `http://host:port/metrics`.
 
@@ -80,6 +81,9 @@ def start_exporter(
             `act_layer_absmax_rank` for the rank that has the maximum. Each rank must ask for it,
             after `init_process_group` and with the same layers and `sample_every`; the interval is
             then never raised, `max_overhead` is only measured.
+        targets: a folder in which Prometheus' `file_sd_configs` look: the exporter lists itself
+            there, with its run and rank, and takes the file away when it closes; default
+            `ACT_TARGETS`, else none. Served on all addresses, it is listed by the machine's name.
 
     Returns:
         The running exporter; `close()` it, or use it in a `with` statement.
@@ -117,7 +121,8 @@ def start_exporter(
         reduce=reduce,
     )
     host = host or os.environ.get("ACT_HOST") or "127.0.0.1"
-    exporter.serve(host, port + local_rank if port else 0)
+    targets = targets if targets is not None else os.environ.get("ACT_TARGETS")
+    exporter.serve(host, port + local_rank if port else 0, Path(targets) if targets else None)
     return exporter
 
 

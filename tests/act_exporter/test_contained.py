@@ -93,6 +93,7 @@ AT_START_OR_CLOSE = {
     "exporter.Exporter.__exit__",
     "exporter.Exporter.close",
     "exporter.Exporter.serve",
+    "exporter.Exporter._list",
     "exporter.Exporter._speaks",
     "live.html._hash",  # of style and script, when the module is imported
     "faults.Faults.end",
@@ -209,6 +210,7 @@ ELSEWHERE = {
     "overhead.Overhead._exceeded",
     "overhead.Overhead._extra",  # at steps that are not sampled, one in fifty
     "overhead._error",
+    "exporter.Exporter._refresh_target",  # one try, in the server's thread, where there is one
     "exporter.Exporter.inject_fault",  # raised to who asks for a fault, and what it puts in place
     "faults.Faults.arm",
     "faults.Faults._module",
