@@ -17,6 +17,7 @@ import torch
 from prometheus_client import CollectorRegistry
 from torch import nn
 
+from act_exporter.access import Access
 from act_exporter.changes import Update
 from act_exporter.chronicle import Chronicle
 from act_exporter.collector import LayerPage, Training, TrainingCollector, constants, render_page
@@ -199,7 +200,9 @@ class Exporter:
         """Whether page and journal are this rank's to make."""
         return self._ranks is None or self._ranks.rank == 0
 
-    def serve(self, host: str, port: int, targets: Path | None = None) -> None:
+    def serve(
+        self, host: str, port: int, *, targets: Path | None = None, access: Access | None = None
+    ) -> None:
         """Serve the page; where that fails, log why and let training go on without it.
 
         With `reduce="global"` rank 0 serves, and the others do nothing here.
@@ -208,6 +211,7 @@ class Exporter:
             host: address to listen on.
             port: port; 0 for any free one.
             targets: a folder in which Prometheus looks for targets, to be listed there.
+            access: who may see the page; None for everybody who reaches the port.
         """
         if not self._speaks:
             return
@@ -219,17 +223,21 @@ class Exporter:
                 page=self._show,
                 policy=POLICY,
                 tick=self._refresh_target,
+                access=access,
             )
         except (OSError, OverflowError, UnicodeError) as error:  # in use, too high, no such host
             self._count_error("server", error, f"no metrics on {host}:{port}")
             return
         self.port = self._server.port
-        log.info("metrics of run %s on http://%s:%d/metrics", self.run, host, self.port)
+        scheme = "http" if access is None else access.scheme
+        log.info("metrics of run %s on %s://%s:%d/metrics", self.run, scheme, host, self.port)
         if targets is not None:
-            self._list(targets, host, self.port)
+            self._list(targets, scheme, host, self.port)
 
-    def _list(self, folder: Path, host: str, port: int) -> None:
-        target = TargetFile(folder, run=self.run, rank=self._rank, host=host, port=port)
+    def _list(self, folder: Path, scheme: str, host: str, port: int) -> None:
+        target = TargetFile(
+            folder, run=self.run, rank=self._rank, scheme=scheme, host=host, port=port
+        )
         try:
             target.write()
             if self._rank in ("0", "all"):  # one of all ranks is enough to look at the folder

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from act_exporter.access import Access
 from act_exporter.exceptions import SettingError
 from act_exporter.exporter import Exporter, Reduce
 from act_exporter.gradients import Scaler, Which
@@ -41,6 +42,7 @@ def start_exporter(
     baseline: str | Path | None = None,
     reduce: Reduce = "rank",
     targets: str | Path | None = None,
+    web_config: str | Path | None = None,
 ) -> Exporter:
     """Watch `model` and serve its statistics on `http://host:port/metrics`.
 
@@ -84,6 +86,9 @@ def start_exporter(
         targets: a folder in which Prometheus' `file_sd_configs` look: the exporter lists itself
             there, with its run and rank, and takes the file away when it closes; default
             `ACT_TARGETS`, else none. Served on all addresses, it is listed by the machine's name.
+        web_config: a file with TLS certificate, client certificates and token, see
+            `act_exporter.access`; default `ACT_WEB_CONFIG`, else everybody who reaches the port
+            sees the page.
 
     Returns:
         The running exporter; `close()` it, or use it in a `with` statement.
@@ -105,6 +110,8 @@ def start_exporter(
     if reduce == "global" and not grouped and _variable("WORLD_SIZE", 1) == 1:
         reduce = "rank"  # one process is all of its run, and needs no group to say so
     journal = journal if journal is not None else os.environ.get("ACT_JOURNAL")
+    web_config = web_config if web_config is not None else os.environ.get("ACT_WEB_CONFIG")
+    access = Access(Path(web_config)) if web_config else None
     exporter = Exporter(
         model,
         run=run if run is not None else _default_run(),
@@ -122,7 +129,12 @@ def start_exporter(
     )
     host = host or os.environ.get("ACT_HOST") or "127.0.0.1"
     targets = targets if targets is not None else os.environ.get("ACT_TARGETS")
-    exporter.serve(host, port + local_rank if port else 0, Path(targets) if targets else None)
+    exporter.serve(
+        host,
+        port + local_rank if port else 0,
+        targets=Path(targets) if targets else None,
+        access=access,
+    )
     return exporter
 
 

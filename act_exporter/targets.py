@@ -35,15 +35,18 @@ class TargetFile:
         folder: where Prometheus looks; created where missing.
         run: the run's name.
         rank: the process' rank, or "all".
+        scheme: "http" or "https".
         host: the address that the page is served on. One that stands for all of the machine's is
             listed by the machine's own name, which Prometheus must be able to resolve.
         port: the page's port.
     """
 
-    def __init__(self, folder: Path, *, run: str, rank: str, host: str, port: int) -> None:
+    def __init__(
+        self, folder: Path, *, run: str, rank: str, scheme: str, host: str, port: int
+    ) -> None:
         host = socket.gethostname() if host in _ANY_ADDRESS else host
         target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        group = {"targets": [target], "labels": {"run": run, "rank": rank}}
+        group = {"targets": [target], "labels": {"run": run, "rank": rank, "__scheme__": scheme}}
         self._content = json.dumps([group]) + "\n"
         # A run's name may hold what a file's cannot.
         self._path = folder / f"act-{quote(run, safe='')}-rank{rank}.json"
@@ -53,6 +56,7 @@ class TargetFile:
 
     def write(self) -> None:
         """Put the file there, whole; one that a former process of this rank left is replaced."""
+        self._due = time.monotonic() + _REFRESH_SECONDS
         self._path.parent.mkdir(parents=True, exist_ok=True)
         # Not a name that `*.json` matches.
         part = self._path.with_name(f"{self._path.name}.{self._process}.part")
@@ -63,7 +67,6 @@ class TargetFile:
             part.replace(self._path)
         finally:
             part.unlink(missing_ok=True)
-        self._due = time.monotonic() + _REFRESH_SECONDS
         atexit.register(self.remove)
 
     def refresh(self) -> None:

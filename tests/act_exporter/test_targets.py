@@ -19,11 +19,12 @@ from torch import nn
 from act_exporter import start_exporter
 from act_exporter.targets import STALE_SECONDS, TargetFile, remove_stale
 
+ADDRESS = 'run="r", rank="0", scheme="http", host="::1", port=1'
 RUN = 'gpt "7b"/été'
 
 
 def target_file(folder: Path, *, host: str = "127.0.0.1", port: int = 9460, rank: str = "0"):
-    return TargetFile(folder, run=RUN, rank=rank, host=host, port=port)
+    return TargetFile(folder, run=RUN, rank=rank, scheme="http", host=host, port=port)
 
 
 def listed(folder: Path) -> list[dict]:
@@ -37,7 +38,10 @@ class TestWriting:
     def test_lists_the_address_with_run_and_rank(self, tmp_path):
         target_file(tmp_path / "targets").write()
         assert listed(tmp_path / "targets") == [
-            {"targets": ["127.0.0.1:9460"], "labels": {"run": RUN, "rank": "0"}}
+            {
+                "targets": ["127.0.0.1:9460"],
+                "labels": {"run": RUN, "rank": "0", "__scheme__": "http"},
+            }
         ]
 
     def test_each_rank_has_its_own(self, tmp_path):
@@ -90,7 +94,7 @@ class TestRemoving:
         script = (
             "import os, sys; from pathlib import Path\n"
             "from act_exporter.targets import TargetFile\n"
-            f"t = TargetFile(Path({str(tmp_path)!r}), run='r', rank='0', host='::1', port=1)\n"
+            f"t = TargetFile(Path({str(tmp_path)!r}), {ADDRESS})\n"
             "t.write()\n"
             "child = os.fork()\n"
             "if child == 0: sys.exit()\n"
@@ -104,7 +108,7 @@ class TestRemoving:
         script = (
             "import os, signal; from pathlib import Path\n"
             "from act_exporter.targets import TargetFile\n"
-            f"TargetFile(Path({str(tmp_path)!r}), run='r', rank='0', host='::1', port=1).write()\n"
+            f"TargetFile(Path({str(tmp_path)!r}), {ADDRESS}).write()\n"
             "os.kill(os.getpid(), signal.SIGKILL)\n"
         )
         done = subprocess.run([sys.executable, "-c", script])

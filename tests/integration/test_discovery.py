@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import requests
+import trustme
 import yaml
 
 from deploy.demo.servers import REPOSITORY, Server, binary, free_port, running
@@ -51,10 +52,11 @@ class Prometheus:
         self._server.wait_for(lambda: self.up() == expected, f"up of {expected}", 60)
 
 
-@pytest.fixture
-def prometheus(tmp_path: Path) -> Iterator[Prometheus]:
+@contextmanager
+def started(tmp_path: Path, **more: object) -> Iterator[Prometheus]:
+    """With the shipped job, and `more` in it."""
     port = free_port()
-    job = shipped_job()
+    job = {**shipped_job(), **more}
     assert job["file_sd_configs"] == [{"files": ["targets/act-*.json"]}]
     job["scrape_interval"] = job["scrape_timeout"] = "1s"
     job["static_configs"] = []
@@ -72,11 +74,17 @@ def prometheus(tmp_path: Path) -> Iterator[Prometheus]:
         yield Prometheus(server, url)
 
 
+@pytest.fixture
+def prometheus(tmp_path: Path) -> Iterator[Prometheus]:
+    with started(tmp_path) as server:
+        yield server
+
+
 @contextmanager
-def trainer(folder: Path, rank: int) -> Iterator[subprocess.Popen]:
+def trainer(folder: Path, rank: int, **variables: str) -> Iterator[subprocess.Popen]:
     process = subprocess.Popen(
         [sys.executable, "-c", TRAINER, folder / "targets"],
-        env={"PATH": "/usr/bin:/bin", "RANK": str(rank)},
+        env={"PATH": "/usr/bin:/bin", "RANK": str(rank), **variables},
         cwd=REPOSITORY,
     )
     try:
@@ -103,4 +111,37 @@ def test_one_that_is_killed_is_down_until_it_is_back(prometheus, tmp_path):
         process.kill()
         prometheus.wait_for({"0": "0"})
     with trainer(tmp_path, 0):
+        prometheus.wait_for({"0": "1"})
+
+
+def test_over_tls_with_a_certificate_and_a_token(tmp_path):
+    """As the README has it: what the target's file says, Prometheus takes up by itself."""
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(tmp_path / "ca.crt")
+    for name in ("127.0.0.1", "prometheus"):
+        issued = authority.issue_cert(name)
+        issued.private_key_pem.write_to_path(tmp_path / f"{name}.key")
+        issued.cert_chain_pems[0].write_to_path(tmp_path / f"{name}.crt")
+    (tmp_path / "token").write_text("secret")
+    web = {
+        "tls_server_config": {
+            "cert_file": "127.0.0.1.crt",
+            "key_file": "127.0.0.1.key",
+            "client_ca_file": "ca.crt",
+        },
+        "bearer_token_file": "token",
+    }
+    (tmp_path / "web.yml").write_text(yaml.safe_dump(web))
+    client = {
+        "tls_config": {
+            "ca_file": "ca.crt",
+            "cert_file": "prometheus.crt",
+            "key_file": "prometheus.key",
+        },
+        "authorization": {"credentials_file": "token"},
+    }
+    with (
+        started(tmp_path, **client) as prometheus,
+        trainer(tmp_path, 0, ACT_WEB_CONFIG=str(tmp_path / "web.yml")),
+    ):
         prometheus.wait_for({"0": "1"})
