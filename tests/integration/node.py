@@ -105,7 +105,7 @@ class Page:
     def wait_for_more(self, scrapes: int) -> int:
         """Until it was scraped so often again; the last number."""
         goal = self.count + scrapes
-        wait_for(lambda: self.count >= goal, f"{scrapes} scrapes", 60)
+        wait_for(lambda: self.count >= goal, f"{scrapes} scrapes", 180)
         return goal
 
     def samples(self, after: int, until: int) -> set[Sample]:

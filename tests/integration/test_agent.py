@@ -46,9 +46,19 @@ class Scenery:
     agent: Server
     centre: Centre
 
-    def missing(self, until: int) -> set[node.Sample]:
-        """What was served until then and is not at the centre."""
-        return self.page.samples(0, until) - set(self.centre.samples())
+    def missing(self, until: int, after: int = 0) -> set[node.Sample]:
+        """What was served in those scrapes and is not at the centre, which got a newer one.
+
+        What it has just taken can be asked for a second later, so this looks for a while.
+        """
+        self.centre.wait_until(until)
+
+        def look() -> set[node.Sample]:
+            return self.page.samples(after, until) - set(self.centre.samples())
+
+        with contextlib.suppress(TimeoutError):
+            self.centre.server.wait_for(lambda: not look(), "all samples", 5)
+        return look()
 
 
 @contextlib.contextmanager
@@ -108,11 +118,8 @@ class TestOutage:
         with scenery(tmp_path, agent) as found:
             with away(found.centre):
                 found.page.wait_for_more(OUTAGE_SCRAPES)
-            last = found.page.wait_for_more(5)
-            found.centre.wait_until(last)
-            counted = found.centre.samples()
-            assert found.page.samples(0, last) - set(counted) == set()
-            assert set(counted.values()) == {1}
+            assert found.missing(found.page.wait_for_more(5)) == set()
+            assert set(found.centre.samples().values()) == {1}
 
     @pytest.mark.parametrize("agent", AGENTS)
     def test_none_of_the_outage_is_missing_after_a_crash_of_the_centre(
@@ -123,9 +130,7 @@ class TestOutage:
             with killed(found.centre):
                 before = found.page.count
                 found.page.wait_for_more(OUTAGE_SCRAPES)
-            last = found.page.wait_for_more(5)
-            found.centre.wait_until(last)
-            assert found.missing(last) & found.page.samples(before, last) == set()
+            assert found.missing(found.page.wait_for_more(5), before) == set()
 
 
 class TestAgentThatDiesInAnOutage:
@@ -223,14 +228,15 @@ class TestCentre:
         now = time.time()
         ages = {days: (now - days * 86400) * 1000 for days in (29, 31)}
         self.take(centre, *(f'age{{days="{days}"}} 1 {at:.0f}' for days, at in ages.items()))
-        assert [series["metric"]["days"] for series in centre.export("age")] == ["29"]
+        kept = centre.server.wait_for(lambda: centre.export("age"), "a sample")
+        assert [series["metric"]["days"] for series in kept] == ["29"]
 
     def test_what_is_sent_twice_is_kept_once(self, centre: Centre) -> None:
         """An agent whose request timed out does not know whether it was taken."""
         now = round(time.time() * 1000)
         for _ in range(2):
             self.take(centre, f"sent 1 {now - 200}", f"sent 2 {now}")
-        (series,) = centre.export("sent")
+        (series,) = centre.server.wait_for(lambda: centre.export("sent"), "a sample")
         assert series["values"] == [1, 2]
 
 
