@@ -35,7 +35,7 @@ from tests.benchmarks.report import parser_of, setting, write
 from tests.integration import node
 from tests.integration.node import Centre, Page, listed
 
-LAYERS = 24
+LAYERS = 12
 TRAINED_STEPS = 250
 """By then windows and baselines have values, and nearly each series has a sample."""
 OUTAGE_SCRAPES = 50
@@ -61,6 +61,7 @@ def main() -> None:
 
 def exporters_page() -> str:
     """The page of one rank of a GPT, after some training."""
+    torch.set_num_threads(1)
     torch.manual_seed(1)
     model = GPT(layers=LAYERS, width=16, heads=2, context=8)
     optimizer = torch.optim.AdamW(model.parameters())
