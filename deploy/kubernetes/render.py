@@ -97,7 +97,7 @@ def _rule(path: Path, namespace: str, interval: str) -> str:
     return (
         f"{_RENDERED} from prometheus/rules/{path.name}, which says:\n#\n{head}\n"
         "# Each alert has a further label, `namespace`: the operator's routes ask for it, and one\n"
-        "# that goes by no series (ActWatchdog, ActExporterAbsent) would have none. Each group has\n"
+        "# that goes by no series (ActWatchdog, ActExporterAbsent) would have none. A group has\n"
         "# the interval of prometheus.yml, since the operator's default is 30 s.\n"
         + _object("monitoring.coreos.com/v1", "PrometheusRule", f"act-{path.stem}", namespace)
         + "spec:\n  groups:\n"
