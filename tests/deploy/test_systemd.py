@@ -19,7 +19,12 @@ from alerting.supervise.settings import Limits
 from deploy.demo.servers import REPOSITORY
 
 UNITS = REPOSITORY / "deploy" / "systemd"
-OURS = ("act-receiver.service", "act-trainer@gpt.service")
+OURS = (
+    "act-receiver.service",
+    "act-trainer@gpt.service",
+    "act-vmagent.service",
+    "act-prometheus-agent.service",
+)
 
 # Debian's own, as its packages have them in version 2.42 and 0.25, less what hardens the first.
 DEBIAN = """
@@ -36,6 +41,7 @@ PROGRAMS = (
     "opt/act/bin/act-alerting",
     "usr/bin/prometheus",
     "usr/bin/prometheus-alertmanager",
+    "usr/bin/vmagent",
     "bin/kill",
 )
 TARGETS = ("basic", "multi-user", "network-online", "shutdown", "sysinit")
@@ -95,6 +101,8 @@ def test_systemd_finds_nothing_wrong_in_the_units(root: Path) -> None:
     [
         # Ten times what systemd counts from 0, closed, to 10; it calls below 5 OK.
         ("act-receiver.service", 15),
+        ("act-vmagent.service", 15),
+        ("act-prometheus-agent.service", 15),
         # Devices and memory that is written and executed stay open for a trainer.
         ("act-trainer@gpt.service", 30),
         ("prometheus-alertmanager.service", 25),
@@ -109,6 +117,8 @@ def test_a_service_is_closed(root: Path, name: str, exposure: int) -> None:
     [
         "act-receiver.service",
         "act-trainer@.service",
+        "act-vmagent.service",
+        "act-prometheus-agent.service",
         "prometheus.service.d/act.conf",
         "prometheus-alertmanager.service.d/act.conf",
     ],
