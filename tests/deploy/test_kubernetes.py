@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import kubernetes_validate
 import pytest
@@ -270,6 +270,41 @@ class TestRoutes:
 
     def test_alerts_of_another_namespace_are_left_alone(self, config: Path) -> None:
         assert receivers(config, {"namespace": "others", "alertname": "ActRunaway"}) == ["null"]
+
+
+class TestMessages:
+    plain: ClassVar = yaml.safe_load(PLAIN_ROUTES.read_text())
+
+    def test_people_read_the_same_texts(self) -> None:
+        (people, *_) = the("AlertmanagerConfig", "act")["spec"]["receivers"]
+        (plain, *_) = self.plain["receivers"]
+        for key in ("title", "text", "fallback"):
+            assert people["slackConfigs"][0][key] == plain["slack_configs"][0][key]
+        (mail,) = people["emailConfigs"]
+        assert mail["text"] == plain["email_configs"][0]["text"]
+        assert mail["html"] == ""
+        assert mail["smarthost"] == self.plain["global"]["smtp_smarthost"]
+        assert mail["requireTLS"] is True
+        subject = plain["email_configs"][0]["headers"]["Subject"]
+        assert mail["headers"] == [{"key": "Subject", "value": subject}]
+
+    def test_no_secret_is_in_it(self) -> None:
+        """Each file of the plain one is a key of the Secret, as the guide makes it."""
+        named = set(re.findall(r"^[^#\n]*_file: /etc/act/(\S+)$", PLAIN_ROUTES.read_text(), re.M))
+        spec = json.dumps(the("AlertmanagerConfig", "act")["spec"])
+        keys = re.findall(r'{"name": "act-alertmanager", "key": "([^"]+)"}', spec)
+        assert set(keys) == named
+        guide = (REPOSITORY / "docs" / "deployment.md").read_text()
+        assert all(f"--from-file={name}" in guide for name in named)
+
+    def test_the_receivers_bots_are_reached_where_they_are_uncommented(self) -> None:
+        text = PLAIN_ROUTES.read_text()
+        start = text.index("    # webhook_configs:")
+        end = text.index("\n\n", start)
+        text = text[:start] + re.sub("^    # ", "    ", text[start:end], flags=re.M) + text[end:]
+        spec = alertmanager_config(yaml.safe_load(text), "training")
+        (webhook,) = spec["receivers"][0]["webhookConfigs"]
+        assert webhook["url"] == "http://act-receiver.training.svc:9464/messages"
 
 
 class TestReceiver:
