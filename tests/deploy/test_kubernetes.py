@@ -192,6 +192,32 @@ class TestRules:
         file.write_text(json.dumps(cases))
         tool("promtool", "test", "rules", file)
 
+    @pytest.mark.parametrize("path", CASES, ids=ids)
+    def test_as_many_alerts_fire_with_the_labels_that_the_operator_gives_targets(
+        self, path: Path, folder: Path, tmp_path: Path
+    ) -> None:
+        """Namespace and container are the same for all ranks; pod and node are dropped."""
+        cases = yaml.load(path.read_text(), yaml.BaseLoader)
+        cases["rule_files"] = [str(folder / Path(name).name) for name in cases["rule_files"]]
+        for test in cases["tests"]:
+            for series in test["input_series"]:
+                given = 'namespace="training",container="trainer"}'
+                name, _, labels = series["series"].partition("{")
+                series["series"] = f"{name}{{{labels.rstrip('}')},{given}".replace("{,", "{")
+            test["promql_expr_test"] = [
+                {
+                    "expr": f'count(ALERTS{{alertname="{case["alertname"]}",alertstate="firing"}})',
+                    "eval_time": case["eval_time"],
+                    "exp_samples": [{"labels": "{}", "value": len(case["exp_alerts"])}]
+                    if case["exp_alerts"]
+                    else [],
+                }
+                for case in test.pop("alert_rule_test")
+            ]
+        file = tmp_path / path.name
+        file.write_text(json.dumps(cases))
+        tool("promtool", "test", "rules", file)
+
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
