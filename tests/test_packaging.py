@@ -24,6 +24,8 @@ SHIPPED = {
     "alerting/alertmanager-pair.yml",
     "alerting/alertmanager.yml",
     "alerting/receiver.yml",
+    "deploy/agent/scrape.yml",
+    "deploy/agent/vmagent.env",
     "deploy/launch.sh",
     "deploy/demo/train.py",
     "deploy/systemd/act-receiver.service",
