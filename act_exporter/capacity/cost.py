@@ -1,0 +1,65 @@
+"""What a series costs those who scrape and judge it.
+
+All numbers were measured by `python -m tests.benchmarks.scale`: 200 exporters and 443,000 series,
+Prometheus 2.42 with the shipped rules, on two cores; docs/scale.md has the figures and what they
+leave out. They say how large, not how much to the percent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from act_exporter.capacity.series import Series
+
+DAYS = 30
+"""What prometheus.yml's readers are told to keep; see docs/scale.md."""
+
+# In memory, resident, a series that is scraped each 15 s. Twice of what was measured after a
+# quarter of an hour: the head later holds two hours and more, and is compacted.
+MEMORY_BYTES = 2 * 4_000
+_OWN_BYTES = 100e6  # of Prometheus with hardly a series
+
+SAMPLE_BYTES = 4.5  # in a block; most statistics move in all of their bits
+INDEX_BYTES = 100  # of a series, in each block
+_BLOCKS = 14  # that 30 days are in, most of them 3 days long: Prometheus merges up to a tenth
+
+LINE_BYTES = 110  # of a page
+GZIP_LINE_BYTES = 14  # between machines, where it is compressed
+
+QUIET_SECONDS = 3e-6  # that the slowest rule group takes, a scraped series; in health
+STORM_SECONDS = 6e-6  # and where each layer of each rank breaks each rule
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cost:
+    """Of one run, on one Prometheus.
+
+    Attributes:
+        samples: a second.
+        disk: bytes, for `DAYS`.
+        memory: bytes.
+        bandwidth: bytes a second that arrive, compressed.
+        quiet: seconds that the slowest rule group takes for one evaluation, on two cores.
+        storm: likewise, at the worst.
+    """
+
+    samples: float
+    disk: float
+    memory: float
+    bandwidth: float
+    quiet: float
+    storm: float
+
+
+def cost(series: Series, interval: float) -> Cost:
+    """The cost of `series` that are scraped each `interval` seconds."""
+    scraped = series.exporters * series.page
+    samples = series.total / interval
+    return Cost(
+        samples=samples,
+        disk=samples * DAYS * 86_400 * SAMPLE_BYTES + series.total * INDEX_BYTES * _BLOCKS,
+        memory=series.total * MEMORY_BYTES + _OWN_BYTES,
+        bandwidth=scraped * GZIP_LINE_BYTES / interval,
+        quiet=scraped * QUIET_SECONDS,
+        storm=scraped * STORM_SECONDS,
+    )
