@@ -55,11 +55,8 @@ def capacity(
 def _lines(series: Series, costs: Cost, interval: float) -> Iterator[tuple[str, str]]:
     by_layer = series.other - RUN_SERIES
     yield "exporters", f"{series.exporters:,}, each of {series.tensors:,} tensors"
-    yield (
-        "series",
-        f"{series.page:,} on a page: {series.layer:,} of the layer families, {by_layer:,} of"
-        f" gradients, updates and attentions, {RUN_SERIES} of the run",
-    )
+    yield "series", f"{series.page:,} on a page: {series.layer:,} of the layer families,"
+    yield "", f"{by_layer:,} of gradients, updates and attentions, {RUN_SERIES} of the run"
     yield "", f"{series.total:,} in Prometheus, {series.recorded:,} of them made by the rules"
     yield "", f"{series.storm:,} more (ALERTS) while each tensor has each alert"
     yield "samples", f"{costs.samples:,.0f} a second"
@@ -68,7 +65,7 @@ def _lines(series: Series, costs: Cost, interval: float) -> Iterator[tuple[str, 
     yield "bandwidth", f"{_bytes(costs.bandwidth)}/s of scrapes, compressed"
     yield (
         "rules",
-        f"{costs.quiet:.2g} s for the slowest group on two cores, {costs.storm:.2g} s in a storm,"
+        f"{costs.quiet:.1f} s for the slowest group on two cores, {costs.storm:.1f} s in a storm,"
         f" each {interval:g} s",
     )
     yield "Prometheus", f"{prometheus_needed(costs, interval):,} of two cores"
@@ -79,8 +76,8 @@ def _otherwise(ranks: int, layers: int, watch: str, reduce: Reduce, interval: fl
     costs = cost(series, interval)
     return (
         f"  --watch {watch:<9} --reduce {reduce:<6} {series.total:>13,} series"
-        f" {_bytes(costs.disk):>8} of disk {_bytes(costs.memory):>8} of memory"
-        f" {prometheus_needed(costs, interval):>5,} Prometheus"
+        f" {_bytes(costs.disk):>8} disk {_bytes(costs.memory):>8} memory"
+        f" {prometheus_needed(costs, interval):>4,} Prometheus"
     )
 
 

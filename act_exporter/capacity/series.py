@@ -19,9 +19,9 @@ from act_exporter.updates import Updates
 MAX_SERIES: int = inspect.signature(start_exporter).parameters["max_series"].default
 """Of layer families on a page, unless the trainer says otherwise."""
 
-RUN_SERIES = 100
-"""On a page and of no layer, at most: loss, gradient norm, update, counts, errors by stage, devices'
-memory, a guard's checkpoints."""
+RUN_SERIES = 80
+"""On a page and of no layer, at most: loss, gradient norm, update, counts, errors by stage, a
+device's memory, a guard's checkpoints."""
 
 TARGET_SERIES = 5
 """That Prometheus makes of each target: `up`, and four about the scrape."""
