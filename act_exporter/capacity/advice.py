@@ -19,6 +19,9 @@ _MEMORY = 64 * 2**30
 # The rules' shortest range is a minute, in which there must be four scrapes.
 _LONGEST_INTERVAL = 15.0
 
+# Alerts that Prometheus keeps for Alertmanager unless it is told otherwise; of more it drops some.
+_QUEUE = 10_000
+
 
 def prometheus_needed(cost: Cost, interval: float) -> int:
     """How many Prometheus of two cores it takes, `interval` seconds between evaluations."""
@@ -49,6 +52,12 @@ def advice(
             " to each. Of one run's ranks on several, each judges its own under the same labels, so"
             " that Alertmanager still makes one alert of them; but ActRankSpread then compares only"
             " the ranks of one."
+        )
+    if series.alerts > _QUEUE:
+        found.append(
+            f"--alertmanager.notification-queue-capacity={2 * series.alerts}: where each tensor has"
+            f" each alert there are {series.alerts:,}; of more than {_QUEUE:,} that wait for"
+            " Alertmanager, Prometheus drops the oldest."
         )
     if series.placeless:
         found.append(

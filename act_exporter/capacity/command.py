@@ -75,8 +75,8 @@ def _otherwise(ranks: int, layers: int, watch: str, reduce: Reduce, interval: fl
     series = count(ranks=ranks, layers=layers, watch=watch, reduce=reduce)
     costs = cost(series, interval)
     return (
-        f"  --watch {watch:<9} --reduce {reduce:<6} {series.total:>13,} series"
-        f" {_bytes(costs.disk):>8} disk {_bytes(costs.memory):>8} memory"
+        f"  --watch {watch:<9} --reduce {reduce:<6} {series.total:>12,} series"
+        f" {_bytes(costs.disk):>8} disk {_bytes(costs.memory):>7} memory"
         f" {prometheus_needed(costs, interval):>4,} Prometheus"
     )
 

@@ -65,6 +65,11 @@ class Series:
         """In Prometheus, in health."""
         return self.exporters * (self.page + TARGET_SERIES) + self.recorded
 
+    @property
+    def alerts(self) -> int:
+        """Where each tensor has each alert: two series of each."""
+        return self.storm // 2
+
 
 def count(*, ranks: int, layers: int, watch: Watch, reduce: Reduce) -> Series:
     """The series of a run, as its exporters and the shipped rules would make them.

@@ -29,7 +29,6 @@ import argparse
 import gzip
 import json
 import os
-import signal
 import tempfile
 import time
 from pathlib import Path
@@ -197,8 +196,7 @@ def main() -> None:
         with watching(folder, exporters, arguments.runs) as started:
             result["page"] = page(started)
             result["quiet"] = phase(started, "quiet", minutes)
-            assert started.cluster.process is not None
-            started.cluster.process.send_signal(signal.SIGUSR1)
+            started.begin_storm()
             result["storm"] = phase(started, "storm", minutes)
             result["disk"] = disk(started)
     result["reach"] = holds(result)

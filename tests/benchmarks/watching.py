@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -46,9 +47,13 @@ def shipped(path: str) -> dict[str, Any]:
     return content
 
 
-def prometheus_config(folder: Path, prometheus: int, alertmanager: int) -> dict[str, Any]:
+def prometheus_config(
+    folder: Path, prometheus: int, alertmanager: int, interval: str | None
+) -> dict[str, Any]:
     """The shipped one, with the simulated exporters and these ports."""
     config = shipped("prometheus/prometheus.yml")
+    if interval is not None:
+        config["global"] = dict.fromkeys(config["global"], interval)
     config["rule_files"] = [str(REPOSITORY / "prometheus" / path) for path in config["rule_files"]]
     targets = {"alertmanager": alertmanager, "prometheus": prometheus}
     jobs = {job["job_name"]: job for job in config["scrape_configs"]}
@@ -90,6 +95,11 @@ class Watching:
     def __init__(self, folder: Path, url: str, cluster: Server, prometheus: Server) -> None:
         self.folder, self.url, self.cluster, self.prometheus = folder, url, cluster, prometheus
 
+    def begin_storm(self) -> None:
+        """Each layer of each rank breaks each rule, from the next scrape on."""
+        assert self.cluster.process is not None
+        self.cluster.process.send_signal(signal.SIGUSR1)
+
     def get(self, path: str, **parameters: Any) -> Any:
         """The data of an answer."""
         answer = requests.get(f"{self.url}/api/v1/{path}", params=parameters, timeout=60).json()
@@ -108,12 +118,14 @@ class Watching:
 
 
 @contextlib.contextmanager
-def watching(folder: Path, exporters: int, runs: int) -> Iterator[Watching]:
-    """Start all of it, and end it on leaving."""
+def watching(
+    folder: Path, exporters: int, runs: int, interval: str | None = None
+) -> Iterator[Watching]:
+    """Start all of it, and end it on leaving; with `interval` in place of the shipped one."""
     prometheus, alertmanager = free_port(), free_port()
     with mailbox() as mail, contextlib.ExitStack() as opened:
         for name, config in (
-            ("prometheus", prometheus_config(folder, prometheus, alertmanager)),
+            ("prometheus", prometheus_config(folder, prometheus, alertmanager, interval)),
             ("alertmanager", alertmanager_config(mail)),
         ):
             (folder / f"{name}.yml").write_text(yaml.safe_dump(config, sort_keys=False))
@@ -127,7 +139,7 @@ def watching(folder: Path, exporters: int, runs: int) -> Iterator[Watching]:
             )
         )
         cluster.wait_for((folder / "targets.json").exists, "the targets", timeout=120)
-        opened.enter_context(
+        manager = opened.enter_context(
             running(
                 "alertmanager",
                 [
@@ -140,6 +152,9 @@ def watching(folder: Path, exporters: int, runs: int) -> Iterator[Watching]:
                 folder,
             )
         )
+        # First, since what nobody takes counts as dropped.
+        ready = f"http://127.0.0.1:{alertmanager}/-/ready"
+        manager.wait_for(lambda: requests.get(ready, timeout=2).ok, "an answer")
         server = opened.enter_context(
             running(
                 "prometheus",
