@@ -78,6 +78,8 @@ def test_in_a_storm_each_tensor_has_each_alert(servers: Watching, said: Series) 
         if rule.get("alert", "").startswith(("ActLayer", "ActRankSpread"))
     ]
     assert {*rules} == {*LAYER_ALERTS, "ActRankSpread", "ActLayerHeadroomEnding"}
+    # Not 0: the first ones come before Prometheus has discovered Alertmanager.
+    dropped = servers.value("prometheus_notifications_dropped_total")
     servers.begin_storm()
 
     def firing() -> dict[str, float]:
@@ -88,4 +90,4 @@ def test_in_a_storm_each_tensor_has_each_alert(servers: Watching, said: Series) 
     assert all(firing()[name] == said.tensors for name in LAYER_ALERTS - {"ActLayerDepthSpike"})
     storm = servers.value('count({__name__=~"ALERTS.*"})')
     assert 0.7 * said.storm < storm <= said.storm
-    assert servers.value("prometheus_notifications_dropped_total") == 0
+    assert servers.value("prometheus_notifications_dropped_total") == dropped

@@ -112,8 +112,13 @@ def measured(servers: Watching, span: str) -> dict[str, Any]:
         "alerts": {
             "firing": servers.by("alertname", 'count by (alertname) (ALERTS{alertstate="firing"})'),
             "sent": round(servers.value(f"increase({count}_sent_total{own}[{span}])")),
-            "dropped": servers.value(f"{count}_dropped_total{own}"),
-            "errors": servers.value(f"{count}_errors_total{own}"),
+            # Within the span: the first ones come before Prometheus has discovered Alertmanager.
+            **{
+                name: servers.value(
+                    f"{count}_{name}_total{own} - min_over_time({count}_{name}_total{own}[{span}])"
+                )
+                for name in ("dropped", "errors")
+            },
             "longest_queue": servers.value(f"max_over_time({count}_queue_length{own}[{span}])"),
             "queue_capacity": servers.value(f"{count}_queue_capacity{own}"),
         },

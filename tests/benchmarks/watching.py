@@ -152,7 +152,6 @@ def watching(
                 folder,
             )
         )
-        # First, since what nobody takes counts as dropped.
         ready = f"http://127.0.0.1:{alertmanager}/-/ready"
         manager.wait_for(lambda: requests.get(ready, timeout=2).ok, "an answer")
         server = opened.enter_context(
