@@ -59,7 +59,7 @@ def test_what_prometheus_holds_is_what_capacity_says(servers: Watching, said: Se
     taps = find_taps(Decoder(BLOCKS))
     kinds = {tap.kind for tap in taps}
     # All but the spread over 4 minutes, and of jumps those that have a layer before them.
-    expected = 13 * len(taps) - len(kinds)
+    expected = 11 * len(taps) - len(kinds)
     wait_for(lambda: recorded() >= expected, f"{expected} recorded series", timeout=60, interval=1)
     assert 0.8 * said.recorded < recorded() <= said.recorded
     scraped = servers.value(

@@ -26,8 +26,10 @@ _BLOCKS = 14  # that 30 days are in, most of them 3 days long: Prometheus merges
 LINE_BYTES = 110  # of a page
 GZIP_LINE_BYTES = 14  # between machines, where it is compressed
 
-QUIET_SECONDS = 3e-6  # that the slowest rule group takes, a scraped series; in health
-STORM_SECONDS = 6e-6  # and where each layer of each rank breaks each rule
+# Seconds that the slowest rule group takes for one evaluation: for each scraped series, and for each
+# watched tensor of a run in a storm, whose alerts are worded anew each time.
+SERIES_SECONDS = 9e-6
+ALERTING_SECONDS = 5e-3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +62,6 @@ def cost(series: Series, interval: float) -> Cost:
         disk=samples * DAYS * 86_400 * SAMPLE_BYTES + series.total * INDEX_BYTES * _BLOCKS,
         memory=series.total * MEMORY_BYTES + _OWN_BYTES,
         bandwidth=scraped * GZIP_LINE_BYTES / interval,
-        quiet=scraped * QUIET_SECONDS,
-        storm=scraped * STORM_SECONDS,
+        quiet=scraped * SERIES_SECONDS,
+        storm=scraped * SERIES_SECONDS + series.tensors * ALERTING_SECONDS,
     )
