@@ -65,8 +65,8 @@ def _lines(series: Series, costs: Cost, interval: float) -> Iterator[tuple[str, 
     yield "bandwidth", f"{_bytes(costs.bandwidth)}/s of scrapes, compressed"
     yield (
         "rules",
-        f"{costs.quiet:.1f} s for the slowest group on two cores, {costs.storm:.1f} s in a storm,"
-        f" each {interval:g} s",
+        f"{costs.quiet:.1f} s of one core each {interval:g} s, scrapes included;"
+        f" {costs.storm:.1f} s in a storm",
     )
     yield "Prometheus", f"{prometheus_needed(costs, interval):,} of two cores"
 
