@@ -9,8 +9,8 @@ from act_exporter.capacity.series import MAX_SERIES, Series
 from act_exporter.exporter import Reduce
 from act_exporter.layers import Watch
 
-# Of its interval, what all work of Prometheus may take of one core in health: no rule group, which is
-# evaluated on one, can then take more; storms, queries and compaction have the rest.
+# Of its interval, what all work of Prometheus may take of one core in health. No rule group can then
+# take more, since each is evaluated on one core; storms, queries and compaction have the rest.
 _SHARE = 1 / 3
 
 # Prometheus reads its write-ahead log before it answers, and a log of more takes it many minutes.
