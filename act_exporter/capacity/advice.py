@@ -9,8 +9,8 @@ from act_exporter.capacity.series import MAX_SERIES, Series
 from act_exporter.exporter import Reduce
 from act_exporter.layers import Watch
 
-# Of its interval, what all work of Prometheus may take of one core in health. No rule group can take
-# more then, since each is evaluated on one core; storms, queries and compaction have the rest.
+# Of its interval, what all work of Prometheus may take of one core in health. No rule group can
+# take more then, since each is evaluated on one; storms, queries and compaction have the rest.
 _SHARE = 1 / 3
 
 # Prometheus reads its write-ahead log before it answers, and a log of more takes it many minutes.
@@ -40,8 +40,8 @@ def advice(
             found.append(
                 f'reduce="global": one page for the whole run in place of {series.exporters:,}. It'
                 " says which rank has the largest value, but ActRankSpread can no longer compare"
-                " ranks, all need the same layers (no pipeline stages), and it was not tried with more"
-                " than four ranks."
+                " ranks, all need the same layers (no pipeline stages), and it was not tried with"
+                " more than four ranks."
             )
         if watch != "blocks":
             found.append(
