@@ -49,10 +49,10 @@ def advice(
                 " leaves the block, and not where its residual stream or norm hides it."
             )
         found.append(
-            f"Several Prometheus: {needed:,} of two cores each, or fewer with more. Give whole runs"
-            " to each. Of one run's ranks on several, each judges its own under the same labels, so"
-            " that Alertmanager still makes one alert of them; but ActRankSpread then compares only"
-            " the ranks of one."
+            f"Several Prometheus: {needed:,}. More cores do not help one for long, since the rules"
+            " of a group are evaluated one after the other. Give whole runs to each. Of one run's"
+            " ranks on several, each judges its own under the same labels, so that Alertmanager"
+            " still makes one alert of them; but ActRankSpread then compares only the ranks of one."
         )
     if series.alerts > _QUEUE:
         found.append(

@@ -1,6 +1,6 @@
 """What a series costs those who scrape and judge it.
 
-All numbers were measured by `python -m tests.benchmarks.scale`: 200 exporters and 443,000 series,
+All numbers were measured by `python -m tests.benchmarks.scale`: 200 exporters and 450,000 series,
 Prometheus 2.42 with the shipped rules, on two cores; docs/scale.md has the figures and what they
 leave out. They say how large, not how much to the percent.
 """
@@ -16,21 +16,20 @@ DAYS = 30
 
 # In memory, resident, a series that is scraped each 15 s. Twice of what was measured after a
 # quarter of an hour: the head later holds two hours and more, and is compacted.
-MEMORY_BYTES = 2 * 4_000
+MEMORY_BYTES = 2 * 4_700
 _OWN_BYTES = 100e6  # of Prometheus with hardly a series
 
-SAMPLE_BYTES = 4.5  # in a block; most statistics move in all of their bits
-INDEX_BYTES = 100  # of a series, in each block
+SAMPLE_BYTES = 5.2  # in a block; most statistics move in all of their bits
+INDEX_BYTES = 87  # of a series, in each block
 _BLOCKS = 14  # that 30 days are in, most of them 3 days long: Prometheus merges up to a tenth
 
-LINE_BYTES = 110  # of a page
-GZIP_LINE_BYTES = 14  # between machines, where it is compressed
+LINE_BYTES = 13  # of a page, a series; between machines it is compressed, to an eighth
 
 # Seconds of one core from one scrape to the next, all of Prometheus' work in them: for each scraped
 # series, and besides for each watched tensor of a run in a storm, whose alerts are worded anew each
 # time. Not the time of an evaluation, which other work on the same cores makes longer.
-SERIES_SECONDS = 10.6e-6
-ALERTING_SECONDS = 2e-3
+SERIES_SECONDS = 10.1e-6
+ALERTING_SECONDS = 3e-3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +61,7 @@ def cost(series: Series, interval: float) -> Cost:
         samples=samples,
         disk=samples * DAYS * 86_400 * SAMPLE_BYTES + series.total * INDEX_BYTES * _BLOCKS,
         memory=series.total * MEMORY_BYTES + _OWN_BYTES,
-        bandwidth=scraped * GZIP_LINE_BYTES / interval,
+        bandwidth=scraped * LINE_BYTES / interval,
         quiet=scraped * SERIES_SECONDS,
         storm=scraped * SERIES_SECONDS + series.tensors * ALERTING_SECONDS,
     )
