@@ -262,9 +262,18 @@ class TestPair:
                 ]
         assert ours == shipped
 
-    def test_people_are_told_of_alerts_by_one_receiver(self) -> None:
-        commented = [line for line in self.text.splitlines() if "/messages" in line]
-        assert commented == ["    #   - url: https://receiver-a.example.com/messages"]
+    def test_both_receivers_are_to_tell_people_once_it_is_uncommented(self) -> None:
+        begin = self.text.index("    # webhook_configs:")
+        block = self.text[begin : self.text.index("\n\n", begin)]
+        found = yaml.safe_load(block.replace("    # ", "    "))["webhook_configs"]
+        shipped = CONFIG.read_text()
+        begin = shipped.index("    # webhook_configs:")
+        block = shipped[begin : shipped.index("\n\n", begin)]
+        (ours,) = yaml.safe_load(block.replace("    # ", "    "))["webhook_configs"]
+        assert found == [
+            ours | {"url": f"https://{host}.example.com/messages"}
+            for host in ("receiver-a", "receiver-b")
+        ]
 
 
 @pytest.mark.parametrize("path", [CONFIG, PAIR])
