@@ -10,6 +10,7 @@ The groups are gloo's, on the CPU, and made for this alone: nothing queues behin
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator
@@ -60,6 +61,15 @@ class Ranks(Protocol):
 
     def twin(self) -> Ranks:
         """The same ranks, for another thread: its collectives cross none of this one's."""
+        ...
+
+    def close_at_exit(self, wanted: bool) -> None:
+        """Whether the group is closed when the interpreter ends: where all ranks leave in order.
+
+        Else gloo's thread may drop the last reference to a tensor when the interpreter is gone,
+        which ends the process by SIGABRT in place of its exit code (as was seen on a busy machine).
+        Not where one leaves by itself: closing would wait for what others have yet to answer.
+        """
         ...
 
 
@@ -117,6 +127,9 @@ class Alone:
         """See `Ranks`."""
         return self
 
+    def close_at_exit(self, wanted: bool) -> None:
+        """See `Ranks`."""
+
 
 class Many:
     """Ranks that are connected by a gloo group of their own."""
@@ -167,6 +180,17 @@ class Many:
     def twin(self) -> Many:
         """See `Ranks`."""
         return Many()
+
+    def close_at_exit(self, wanted: bool) -> None:
+        """See `Ranks`."""
+        atexit.unregister(self._close)
+        if wanted:
+            atexit.register(self._close)
+
+    def _close(self) -> None:
+        group, self.group = self.group, None
+        if dist.is_initialized():  # else the trainer has ended them all, and that was the last one
+            dist.destroy_process_group(group)
 
     def _broadcast(self, outcome: list[tuple[Value | None, Exception | None]]) -> None:
         dist.broadcast_object_list(outcome, src=0, group=self.group)

@@ -153,7 +153,13 @@ class GuardedRun:
             # Also when the body raised or left the loop: what is saved is worth publishing.
             stack.callback(self.saver.close)
             stack.callback(self._treatment.end)
-            yield
+            self._close_groups_at_exit(False)
+            try:
+                yield
+            except SystemExit:
+                self._close_groups_at_exit(True)  # raised at an agreed step: all leave
+                raise
+            self._close_groups_at_exit(True)
 
     def begin(self) -> int:
         """Stand at the step to go on from: 0, or that of a checkpoint."""
@@ -191,7 +197,8 @@ class GuardedRun:
         self._look(step)
         agreed = self._agreement.settle(lambda: self._vote(step), last=last)
         now = step if agreed is None else self._act(agreed, step, last=last)
-        self._agreement.propose(now, lambda: self._vote(now))
+        if not last or now != step:
+            self._agreement.propose(now, lambda: self._vote(now))
         return now
 
     def end(self, step: int) -> None:
@@ -202,6 +209,10 @@ class GuardedRun:
             except CheckpointError as error:
                 log.warning("step %d: the run ends without a final checkpoint: %s", step, error)
         self._ranks.lead(lambda: self._finish(step))
+
+    def _close_groups_at_exit(self, wanted: bool) -> None:
+        for ranks in (self._ranks, self.saver.writers):
+            ranks.close_at_exit(wanted)
 
     def _enter(self, stack: contextlib.ExitStack) -> None:
         try:

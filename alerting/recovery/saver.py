@@ -34,6 +34,7 @@ class Saver:
         descent: names of the checkpoints that the live state descends from, newest first.
         last_seconds: from the boundary to complete files, of the last save that succeeded.
         failures: saves that failed in this process.
+        writers: the ranks, as the writing threads speak to each other.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Saver:
     ) -> None:
         self._chronicle = chronicle
         self._ranks = ranks
-        self._writers = ranks.twin()
+        self.writers = ranks.twin()
         self._store = store
         self._state = state
         self._onset = onset
@@ -89,7 +90,7 @@ class Saver:
                 snapshot = self._state.capture(step, folder)
         except FAILURES as error:
             raise self._failed(draft, error) from error
-        self._save = Save(snapshot, draft, folder, self._writers, self._executor)
+        self._save = Save(snapshot, draft, folder, self.writers, self._executor)
 
     def publish(self) -> Checkpoint | None:
         """Publish the save in flight, waiting for it where it is not done; None without one.
