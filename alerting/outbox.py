@@ -48,6 +48,8 @@ SINCE_SCHEMA = "ALTER TABLE messages ADD COLUMN since REAL;"
 SKEW_SECONDS = 60.0
 """Of two copies that come at once the later one may be written first. A copy from further in the
 future is a clock that was set back, and holds nothing back."""
+_EVER: float | None = 0.0
+"""For a key that one request alone has: a receiver that was down may learn its end a day later."""
 REPEAT_SHARE = 0.9
 """Copies within this share of Alertmanager's repeat interval are one message. The next reminder
 comes after all of it, measured from when the first was acknowledged, so a tenth is ample."""
@@ -132,25 +134,26 @@ def news_of_answer(
     time, and one that is not well makes a backup each quarter of an hour: equal refusals are one,
     and so are backups of one incident. Each other end is told.
     """
-    key = f"request {request.id}"
+    key, since = f"request {request.id}", _EVER
     incident = f"{request.action} {request.generation} {request.run}"
     if answer is not None and answer.result == "refused":
-        key = f"refused {incident} {answer.detail}"
+        key, since = f"refused {incident} {answer.detail}", None
     elif answer is not None and answer.result == "done" and request.action == "checkpoint":
-        key = f"done {incident}"
+        key, since = f"done {incident}", None
     content = {
         "request": dataclasses.asdict(request),
         "answer": dataclasses.asdict(answer) if answer is not None else None,
         "detail": detail,
         "rollbacks_left": rollbacks_left,
     }
-    return News(kind="outcome", key=key, content=json.dumps(content), at=at)
+    return News(kind="outcome", key=key, content=json.dumps(content), at=at, since=since)
 
 
 def news_of_overdue(request: Request, seconds: float, at: float) -> News:
     """A request that was open for so long, once."""
     content = json.dumps({"request": dataclasses.asdict(request), "seconds": seconds})
-    return News(kind="overdue", key=f"overdue {request.id}", content=content, at=at)
+    key = f"overdue {request.id}"
+    return News(kind="overdue", key=key, content=content, at=at, since=_EVER)
 
 
 def news_of_notify_only(decision: Decision, at: float) -> News:

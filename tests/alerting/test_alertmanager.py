@@ -124,6 +124,17 @@ def expect_route(labels: dict[str, str], receivers: str, config: Path = CONFIG) 
     )
 
 
+def uncommented(config: Path) -> str:
+    """The configuration with people told by the receiver too, as its comment says."""
+    lines = config.read_text().splitlines()
+    begin = lines.index("    # webhook_configs:")
+    for number in range(begin, len(lines)):
+        if not lines[number].startswith("    # "):
+            break
+        lines[number] = f"    {lines[number][6:]}"
+    return "\n".join(lines)
+
+
 class TestRoutes:
     config = yaml.safe_load(CONFIG.read_text())
     parent, trainer = shipped_routes(config)
@@ -262,16 +273,18 @@ class TestPair:
                 ]
         assert ours == shipped
 
-    def test_both_receivers_are_to_tell_people_once_it_is_uncommented(self) -> None:
-        begin = self.text.index("    # webhook_configs:")
-        block = self.text[begin : self.text.index("\n\n", begin)]
-        found = yaml.safe_load(block.replace("    # ", "    "))["webhook_configs"]
-        shipped = CONFIG.read_text()
-        begin = shipped.index("    # webhook_configs:")
-        block = shipped[begin : shipped.index("\n\n", begin)]
-        (ours,) = yaml.safe_load(block.replace("    # ", "    "))["webhook_configs"]
-        assert found == [
-            ours | {"url": f"https://{host}.example.com/messages"}
+    def test_both_receivers_tell_people_where_that_part_is_uncommented(
+        self, tmp_path: Path
+    ) -> None:
+        path = tmp_path / "pair.yml"
+        path.write_text(uncommented(PAIR))
+        assert "SUCCESS" in amtool("check-config", path)
+        ours, shipped = (
+            yaml.safe_load(uncommented(config))["receivers"][0] for config in (PAIR, CONFIG)
+        )
+        (webhook,) = shipped["webhook_configs"]
+        assert ours["webhook_configs"] == [
+            webhook | {"url": f"https://{host}.example.com/messages"}
             for host in ("receiver-a", "receiver-b")
         ]
 

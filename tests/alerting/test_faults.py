@@ -17,7 +17,7 @@ Where each fault is shown:
 | two Alertmanagers, one receiver: people | test_messages: TestAlertmanager |
 | two receivers over one runs folder, each told once | test_receiver: TestCrashes |
 | two receivers, each with an Alertmanager, until the guard's answer | TestTwo, here |
-| two receivers with a folder in common: killed at each step of a claim, the folder away | test_claims |
+| two receivers with a folder in common: killed at each step of a claim, it away | test_claims |
 | two of each server, any of them killed, with a real trainer | tests/integration/test_two_of_each |
 | of many who claim at once one wins | test_control: TestClaim |
 | database locked: the answer is 503 | test_receiver: TestItsOwnState; test_messages |
