@@ -48,7 +48,7 @@ SINCE_SCHEMA = "ALTER TABLE messages ADD COLUMN since REAL;"
 SKEW_SECONDS = 60.0
 """Of two copies that come at once the later one may be written first. A copy from further in the
 future is a clock that was set back, and holds nothing back."""
-_EVER: float | None = 0.0
+_EVER = 0.0
 """For a key that one request alone has: a receiver that was down may learn its end a day later."""
 REPEAT_SHARE = 0.9
 """Copies within this share of Alertmanager's repeat interval are one message. The next reminder
@@ -134,7 +134,8 @@ def news_of_answer(
     time, and one that is not well makes a backup each quarter of an hour: equal refusals are one,
     and so are backups of one incident. Each other end is told.
     """
-    key, since = f"request {request.id}", _EVER
+    key = f"request {request.id}"
+    since: float | None = _EVER
     incident = f"{request.action} {request.generation} {request.run}"
     if answer is not None and answer.result == "refused":
         key, since = f"refused {incident} {answer.detail}", None

@@ -342,6 +342,15 @@ class TestRequests:
             assert right.metric("act_recovery_answers_total", **labels) == 0
             (row,) = right.rows("SELECT result, new_generation FROM requests")
             assert (row["result"], row["new_generation"]) == ("done", answer_to(asked).generation)
+            if dies:
+                # Repaired two hours later, it hears what became of its request, and who told it.
+                (tmp_path / "offset").write_text("7200")
+                module = (FAULTY, f"clock={tmp_path / 'offset'}")
+                keys = {"shared": str(tmp_path / "runs" / ".act-messages")}
+                folder = tmp_path / "left"
+                repaired = receiving(folder, keys=keys, module=module, runs=left.runs, feishu=bot)
+                with repaired as again:
+                    assert wait_until_ended(again, 1) == ["other"]
         assert is_about(bot, "run gpt was rolled back") == len(bot.taken) == 1
         assert "Rollbacks left: 2" in bot.texts()[0]
 
