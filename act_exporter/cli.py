@@ -34,6 +34,7 @@ def main() -> None:
 
     from act_exporter import __version__
     from act_exporter.assets import write_assets
+    from act_exporter.capacity.command import capacity
     from act_exporter.report.command import HELP as REPORT_HELP
     from act_exporter.report.command import report
     from act_exporter.rules import DEFAULTS, RuleThresholds, write_rules
@@ -64,6 +65,7 @@ def main() -> None:
             raise typer.Exit(1) from None
 
     app.command()(watch)
+    app.command()(capacity)
 
     @app.command()
     def layers(

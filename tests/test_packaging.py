@@ -28,6 +28,12 @@ SHIPPED = {
     "deploy/agent/vmagent.env",
     "deploy/launch.sh",
     "deploy/demo/train.py",
+    "deploy/systemd/act-receiver.service",
+    "deploy/compose/compose.yaml",
+    "deploy/slurm/train.sbatch",
+    "deploy/kubernetes/render.py",
+    "deploy/kubernetes/templates/receiver.yaml",
+    "deploy/kubernetes/manifests/receiver.yaml",
 }
 
 
