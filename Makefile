@@ -10,7 +10,7 @@ INSTALLED := $(VENV)/.installed
 WORKERS := --numprocesses=auto --maxprocesses=4 --dist=loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup servers browser demo dashboards test test-faults bench lint fmt clean
+.PHONY: help setup servers browser demo dashboards manifests test test-faults bench lint fmt clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,6 +34,9 @@ demo: setup ## fault, alert, rollback, on real servers (about a minute); ARGS=--
 
 dashboards: $(INSTALLED) ## render grafana/dashboards from grafana/build.py
 	$(BIN)/python -m grafana.build
+
+manifests: $(INSTALLED) ## render deploy/kubernetes/manifests from rules, routes and settings
+	$(BIN)/python -m deploy.kubernetes
 
 test: setup browser ## all tests, those with real servers included; ARGS='-k words' chooses
 	$(BIN)/python -m pytest $(WORKERS) $(ARGS)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from alerting.claims import Claims
 from alerting.control import Answer, ControlDirectory, Request
 from alerting.escalation import Escalation
 from alerting.exceptions import ControlError
@@ -46,7 +47,8 @@ class Answers:
         self._store = store
         self._metrics = metrics
         self._clock = clock
-        self._escalation = Escalation(settings.escalate, store)
+        claims = Claims(settings.shared) if settings.shared is not None else None
+        self._escalation = Escalation(settings.escalate, store, claims)
         self._missing_since: dict[str, float] = {}
 
     def collect(self) -> None:
@@ -62,18 +64,20 @@ class Answers:
                 answer = control.read_answer(request.id)
                 if answer is None:
                     loss = _loss(control, request)
-                    self._watch_for_loss(request, loss)
+                    self._watch_for_loss(intent, loss)
                     if loss is None:
                         self._watch_for_deadline(intent)
                     continue
             except (ControlError, OSError) as error:
-                self._watch_for_loss(request, str(error))
+                self._watch_for_loss(intent, str(error))
                 continue
             # By the id that was asked under, whatever the file says, or it would be read for ever.
             answer = replace(answer, id=request.id)
             self._store.record_answer(answer, self._news(control, request, answer))
             self._missing_since.pop(request.id, None)
-            self._metrics.answers.labels(request.action, answer.result).inc()
+            # Each is counted by who made it.
+            if not intent.found:
+                self._metrics.answers.labels(request.action, answer.result).inc()
             log.info(
                 "Run %r answered the request %s (%s): %s: %s",
                 request.run,
@@ -119,9 +123,10 @@ class Answers:
                 open_seconds,
             )
         if self._settings.escalate and intent.escalated_at is None:
-            self._escalation.begin(request, now)
+            self._escalation.begin(intent, now)
 
-    def _watch_for_loss(self, request: Request, problem: str | None) -> None:
+    def _watch_for_loss(self, intent: Intent, problem: str | None) -> None:
+        request = intent.request
         if problem is None:
             self._missing_since.pop(request.id, None)
             return
@@ -135,7 +140,8 @@ class Answers:
         news = news_of_answer(request, None, now, detail=problem)
         self._store.record_lost(request.id, problem, now, news if self._tells_of(request) else None)
         del self._missing_since[request.id]
-        self._metrics.answers.labels(request.action, "lost").inc()
+        if not intent.found:
+            self._metrics.answers.labels(request.action, "lost").inc()
         log.warning(
             "The request %s (%s) to run %r is lost: %s",
             request.id,

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 from alerting.exceptions import ControlError
-from alerting.files import sync_folder, write_atomically
+from alerting.files import create_whole, sync_folder, write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -208,20 +208,11 @@ class ControlDirectory:
             OSError: it could not be written, or not be made durable; then `open_request` tells
                 whether it is open all the same.
         """
-        claim = self._requests / f".claim-{request.id}"
-        with claim.open("x", encoding="utf-8") as file:
-            try:
-                file.write(_to_json(request))
-                file.flush()
-                os.fsync(file.fileno())
-                try:
-                    os.link(claim, self._request_path(request.action))
-                except FileExistsError:
-                    return False
-            finally:
-                claim.unlink()
-        sync_folder(self._requests)
-        return True
+        return create_whole(
+            self._request_path(request.action),
+            _to_json(request),
+            self._requests / f".claim-{request.id}",
+        )
 
     def open_request(self, action: Action) -> Request | None:
         """The open request of that kind, or None; changes nothing.

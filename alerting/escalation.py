@@ -14,8 +14,9 @@ import tempfile
 import threading
 from collections.abc import Mapping
 
+from alerting.claims import Claims
 from alerting.control import Request
-from alerting.store import Store, StoreError
+from alerting.store import Intent, Store, StoreError
 
 log = logging.getLogger(__name__)
 
@@ -31,23 +32,44 @@ class Escalation:
     Args:
         command: program and arguments.
         store: what came of it is recorded there.
+        claims: where several receivers may run it, by which one of them does; else None.
         limit_seconds: the command and what it started are killed where it has not ended by then.
     """
 
     def __init__(
-        self, command: tuple[str, ...], store: Store, limit_seconds: float = LIMIT_SECONDS
+        self,
+        command: tuple[str, ...],
+        store: Store,
+        claims: Claims | None = None,
+        limit_seconds: float = LIMIT_SECONDS,
     ) -> None:
         self._command = command
         self._store = store
+        self._claims = claims
         self._limit_seconds = limit_seconds
 
-    def begin(self, request: Request, at: float) -> None:
-        """Run it for this request, and return at once.
+    def begin(self, intent: Intent, at: float) -> None:
+        """Run it for this request, and return at once; by one of the receivers that know of it.
 
         Raises:
             StoreError: that it is begun could not be recorded, so it is not.
         """
+        request = intent.request
+        claim = None
+        if self._claims is not None:
+            claim = self._claims.take(f"escalate {request.id}", at, since=0.0)
+            if claim is not None and not claim.mine:
+                if claim.sent:
+                    self._store.begin_escalation(request.id, at)
+                    self._store.end_escalation(request.id, f"{claim.owner} ran it")
+                return
+            if claim is None and intent.found:
+                # Who made it runs it all the same, and twice would be worse than late.
+                return
         self._store.begin_escalation(request.id, at)
+        if self._claims is not None and claim is not None:
+            # Before it is run: who dies after this has run it, or people have heard anyway.
+            self._claims.finish(claim, sent=True)
         threading.Thread(
             target=self._run, args=(request,), name=f"escalation-{request.id}", daemon=True
         ).start()

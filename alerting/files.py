@@ -35,6 +35,35 @@ def write_atomically(path: Path, text: str, *, durable: bool = True) -> None:
         sync_folder(path.parent)
 
 
+def create_whole(path: Path, text: str, temporary: Path) -> bool:
+    """Make `path` with this content unless it is there; of all who try at once exactly one does.
+
+    Args:
+        path: the file.
+        text: its content, on the disk before the name is there.
+        temporary: a name in the same folder that nobody else uses.
+
+    Returns:
+        Whether it was made; False where the name exists.
+
+    Raises:
+        OSError: it could not be written, or not be made durable; then it may be there all the same.
+    """
+    with temporary.open("x", encoding="utf-8") as file:
+        try:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+            try:
+                os.link(temporary, path)
+            except FileExistsError:
+                return False
+        finally:
+            temporary.unlink()
+    sync_folder(path.parent)
+    return True
+
+
 def sync_folder(folder: Path) -> None:
     """Make new names in `folder` survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

@@ -1,7 +1,8 @@
 """Sends what is in the outbox: a thread a target, so that one that hangs delays nobody else.
 
 What a target does not take now is tried again, later and later, and given up in the end: by then
-Alertmanager has told it anew, or will within its repeat interval.
+Alertmanager has told it anew, or will within its repeat interval. Of several receivers with a
+folder in common one sends each message, whichever claims it first (see `alerting.claims`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
+from alerting.claims import KEEP_SECONDS, Claim, Claims
 from alerting.exceptions import NotSentError
 from alerting.metrics import Metrics
 from alerting.outbox import Outbox, Result, Sending, compose
@@ -31,6 +34,9 @@ MAX_ATTEMPTS = 12
 """With those waits half an hour; longer is the time to Alertmanager's next reminder."""
 LONGEST_HOLD_SECONDS = 3600.0
 """A tool that asks for more patience than this is not believed."""
+RECHECK_SECONDS = 5.0
+"""How soon to look again what became of a message that another receiver is sending."""
+SWEEP_SECONDS = 3600.0
 STOP_SECONDS = 5.0
 """How long to wait for the threads at the end; a message cut off by that is sent again."""
 
@@ -63,6 +69,10 @@ class Messenger:
             )
             for target in settings.notify
         ]
+        self._claims: dict[str, Claims] = {}
+        if settings.shared is not None:
+            # One a target: where the folder hangs, each thread waits for itself.
+            self._claims = {target.name: Claims(settings.shared) for target in settings.notify}
 
     def start(self) -> None:
         """Begin, with what an earlier process left unsent."""
@@ -73,6 +83,10 @@ class Messenger:
             log.warning("%s", error)
         for thread in self._threads:
             thread.start()
+        if (shared := self._settings.shared) is not None:
+            threading.Thread(
+                target=self._sweep, args=(shared,), name="sweeper", daemon=True
+            ).start()
 
     def is_alive(self) -> bool:
         """Whether messages are being sent to every target."""
@@ -108,18 +122,46 @@ class Messenger:
             return 0.0
         if wait := target.notifier.bucket.take():
             return wait
+        claim = None
+        if (claims := self._claims.get(target.name)) is not None:
+            key = f"{sending.key}\n{target.name}"
+            claim = claims.take(key, sending.at, sending.since)
+            if claim is not None and not claim.mine:
+                self._leave(sending, claim)
+                return 0.0
         self._outbox.begin(sending, self._clock())
         attempt = sending.attempts + 1
+        said = problem = None
         try:
             said = target.notifier.send(self._compose(sending, target))
         except NotSentError as error:
-            return self._not_sent(sending, attempt, error)
+            problem = error
         except Exception as error:
             log.exception("Message %d to %s could not be made.", sending.message_id, target.name)
             sentence = f"an internal error ({type(error).__name__}), see the log"
-            return self._not_sent(sending, attempt, NotSentError(sentence, retry=True))
-        self._end(sending, "sent", said)
+            problem = NotSentError(sentence, retry=True)
+        if claims is not None and claim is not None:
+            claims.finish(claim, sent=problem is None)
+        if problem is not None:
+            return self._not_sent(sending, attempt, problem)
+        self._end(sending, "sent", said or "")
         return 0.0
+
+    def _leave(self, sending: Sending, claim: Claim) -> None:
+        """To the receiver that has sent it, or that may be sending it."""
+        if claim.sent:
+            self._end(sending, "other", f"{claim.owner} sent it")
+            return
+        until = self._clock() + RECHECK_SECONDS
+        self._insist(
+            lambda: self._outbox.postpone(sending, until, f"{claim.owner} may be sending it")
+        )
+
+    def _sweep(self, shared: Path) -> None:
+        keep_seconds = max(KEEP_SECONDS, 2 * self._settings.repeat_interval_seconds)
+        while not self._stopping.is_set():
+            Claims(shared).sweep(keep_seconds)
+            self._stopping.wait(SWEEP_SECONDS)
 
     def _compose(self, sending: Sending, target: Target) -> Message:
         settings = self._settings
@@ -152,7 +194,7 @@ class Messenger:
         self._insist(lambda: self._outbox.end(sending, result, detail, self._clock()))
         self._metrics.notifications.labels(sending.target, result).inc()
         log.log(
-            logging.INFO if result == "sent" else logging.ERROR,
+            logging.ERROR if result == "failed" else logging.INFO,
             "Message %d to %s: %s: %s",
             sending.message_id,
             sending.target,

@@ -18,8 +18,9 @@ CODES = (202, 400, 401, 408, 413, 422, 503)
 NO_ACTION = "none"
 """The `action` label's value for alerts whose own is missing or unknown: it is not ours to copy."""
 ANSWERS = (*get_args(Result), "lost")
-NOTIFICATIONS = ("sent", "retried", "failed")
-"""Of a message to one target: taken; not taken, to be sent again; given up."""
+NOTIFICATIONS = ("sent", "retried", "failed", "other")
+"""Of a message to one target: taken; not taken, to be sent again; given up; sent by the other
+receiver."""
 
 
 class Metrics:
@@ -66,7 +67,8 @@ class Metrics:
         )
         self.notifications = Counter(
             "act_notifications_total",
-            "Messages to people: taken by the target, to be sent again, or given up.",
+            "Messages to people: taken by the target, to be sent again, given up, or taken from"
+            " another receiver.",
             ["target", "result"],
             registry=registry,
         )

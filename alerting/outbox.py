@@ -44,15 +44,19 @@ CREATE TABLE sendings (
 ) STRICT;
 CREATE INDEX sendings_open ON sendings (target, message_id) WHERE ended_at IS NULL;
 """
+SINCE_SCHEMA = "ALTER TABLE messages ADD COLUMN since REAL;"
 SKEW_SECONDS = 60.0
 """Of two copies that come at once the later one may be written first. A copy from further in the
 future is a clock that was set back, and holds nothing back."""
+_EVER = 0.0
+"""For a key that one request alone has: a receiver that was down may learn its end a day later."""
 REPEAT_SHARE = 0.9
 """Copies within this share of Alertmanager's repeat interval are one message. The next reminder
 comes after all of it, measured from when the first was acknowledged, so a tenth is ample."""
 
 Kind = Literal["alerts", "outcome", "overdue", "notify-only", "watchdog"]
-Result = Literal["sent", "failed"]
+Result = Literal["sent", "failed", "other"]
+"""Taken by the target; given up; sent by another receiver (see `alerting.claims`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,19 +70,23 @@ class News:
         key: equal for what must be told once.
         content: JSON.
         at: when it came, Unix seconds.
+        since: what came under the key after this is the same, Unix seconds; None for what came
+            within the repeat interval.
     """
 
     kind: Kind
     key: str
     content: str
     at: float
+    since: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sending:
     """One message to one target, still to be sent; `attempts` were begun so far.
 
-    `mode` is what was switched to by now, None where the config's is in force.
+    `key`, `at` and `since` are those of the `News`. `mode` is what was switched to by now, None
+    where the config's is in force.
     """
 
     message_id: int
@@ -86,6 +94,9 @@ class Sending:
     kind: Kind
     content: str
     attempts: int
+    key: str
+    at: float
+    since: float
     mode: Mode | None = None
 
 
@@ -124,24 +135,26 @@ def news_of_answer(
     and so are backups of one incident. Each other end is told.
     """
     key = f"request {request.id}"
+    since: float | None = _EVER
     incident = f"{request.action} {request.generation} {request.run}"
     if answer is not None and answer.result == "refused":
-        key = f"refused {incident} {answer.detail}"
+        key, since = f"refused {incident} {answer.detail}", None
     elif answer is not None and answer.result == "done" and request.action == "checkpoint":
-        key = f"done {incident}"
+        key, since = f"done {incident}", None
     content = {
         "request": dataclasses.asdict(request),
         "answer": dataclasses.asdict(answer) if answer is not None else None,
         "detail": detail,
         "rollbacks_left": rollbacks_left,
     }
-    return News(kind="outcome", key=key, content=json.dumps(content), at=at)
+    return News(kind="outcome", key=key, content=json.dumps(content), at=at, since=since)
 
 
 def news_of_overdue(request: Request, seconds: float, at: float) -> News:
     """A request that was open for so long, once."""
     content = json.dumps({"request": dataclasses.asdict(request), "seconds": seconds})
-    return News(kind="overdue", key=f"overdue {request.id}", content=content, at=at)
+    key = f"overdue {request.id}"
+    return News(kind="overdue", key=key, content=content, at=at, since=_EVER)
 
 
 def news_of_notify_only(decision: Decision, at: float) -> News:
@@ -155,10 +168,15 @@ def news_of_notify_only(decision: Decision, at: float) -> News:
     )
 
 
-def news_of_watchdog(seconds: float, at: float, *, back: bool) -> News:
-    """The watchdog as news, each time: how long it was away, and whether it is back."""
+def news_of_watchdog(seconds: float, at: float, since: float, *, back: bool) -> News:
+    """The watchdog as news, each time: how long it was away, and whether it is back.
+
+    Two receivers have no name in common for one absence. What another one told after our own last
+    beat (that it is back: after we missed it) was of this one.
+    """
     content = json.dumps({"seconds": seconds, "back": back})
-    return News(kind="watchdog", key=f"watchdog {back} {at!r}", content=content, at=at)
+    key = f"watchdog {'back' if back else 'missed'}"
+    return News(kind="watchdog", key=key, content=content, at=at, since=since)
 
 
 def compose(
@@ -219,13 +237,17 @@ class Outbox:
         known = connection.execute(
             "SELECT id FROM messages WHERE key = ? AND received_at > ? AND received_at < ?"
             " ORDER BY id DESC LIMIT 1",
-            (news.key, news.at - self._once_in_seconds, news.at + SKEW_SECONDS),
+            (
+                news.key,
+                news.at - self._once_in_seconds if news.since is None else news.since,
+                news.at + SKEW_SECONDS,
+            ),
         ).fetchone()
         if known is not None:
             return int(known[0])
         cursor = connection.execute(
-            "INSERT INTO messages (received_at, kind, key, content) VALUES (?, ?, ?, ?)",
-            (news.at, news.kind, news.key, news.content),
+            "INSERT INTO messages (received_at, kind, key, content, since) VALUES (?, ?, ?, ?, ?)",
+            (news.at, news.kind, news.key, news.content, news.since),
         )
         identifier = int(cursor.lastrowid or 0)
         connection.executemany(
@@ -244,22 +266,27 @@ class Outbox:
                 before the clock was set back.
         """
         rows = self._database.read(
-            "SELECT message_id, kind, content, attempts, (SELECT mode FROM mode) FROM sendings"
+            "SELECT message_id, kind, content, attempts, key, received_at,"
+            " coalesce(since, received_at - ?), (SELECT mode FROM mode) FROM sendings"
             " JOIN messages ON messages.id = message_id WHERE target = ? AND ended_at IS NULL"
             " AND (next_at <= ? OR next_at > ?) ORDER BY message_id LIMIT 1",
+            self._once_in_seconds,
             target,
             now,
             now + longest_wait,
         )
         if not rows:
             return None
-        identifier, kind, content, attempts, mode = rows[0]
+        identifier, kind, content, attempts, key, at, since, mode = rows[0]
         return Sending(
             message_id=identifier,
             target=target,
             kind=kind,
             content=content,
             attempts=attempts,
+            key=key,
+            at=at,
+            since=since,
             mode=mode,
         )
 

@@ -64,6 +64,7 @@ class Settings:
         request_deadline_seconds: how long a request may be open before people are told.
         mode: whether trainers are asked, unless it was switched since (see `alerting.mode`).
         escalate: program and arguments of a command that is run then; empty for none.
+        shared: the folder by which several receivers agree who sends a message; None: there is one.
     """
 
     host: str
@@ -80,6 +81,7 @@ class Settings:
     request_deadline_seconds: float = DEFAULT_REQUEST_DEADLINE_SECONDS
     mode: Mode = "act"
     escalate: tuple[str, ...] = ()
+    shared: Path | None = None
 
 
 KEYS = (
@@ -97,6 +99,7 @@ KEYS = (
     "request_deadline_seconds",
     "escalate",
     "mode",
+    "shared",
 )
 
 
@@ -144,6 +147,7 @@ def load_settings(config: Path | None, options: Mapping[str, Any]) -> Settings:
         ),
         mode=_mode(default("mode", "act")),
         escalate=_arguments(default("escalate", [])),
+        shared=read_path(given["shared"]) if "shared" in given else None,
     )
 
 

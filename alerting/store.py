@@ -13,12 +13,16 @@ Times are Unix seconds; a field without a value is NULL.
                  "failed", or the receiver's own word "lost"), detail, step, onset, checkpoint,
                  resumed_from, resumed_step, new_generation, answered_at; where it was open for too
                  long: overdue_at (when people were told), escalated_at (when the command of
-                 `escalate:` was begun), escalation (what came of that)
+                 `escalate:` was begun), escalation (what came of that); found (1 where another
+                 receiver made it and this one, which has a folder in common with it, found it open)
     messages     id, received_at, kind (see `outbox.Kind`), key (equal for what is told once),
-                 content (JSON: the payload, the request with its answer, or what else is told)
+                 content (JSON: the payload, the request with its answer, or what else is told),
+                 since (what came under the key after this is the same; NULL: what came within the
+                 repeat interval)
     sendings     message_id, target, attempts (begun so far), next_at (when the next is due),
                  begun_at (of the last one), ended_at (NULL until it was taken or given up),
-                 result ("sent", "failed"), detail (what the target said last)
+                 result ("sent", "failed", "other": another receiver sent it), detail (what the
+                 target said last)
     watchdog     one row once it has come: came (how often), last_at, missed_at (when people were
                  told that it stays away, NULL while it does not)
     mode         one row once it was switched: mode (see `mode.MODES`), at
@@ -40,7 +44,7 @@ from alerting.control import Answer, Request
 from alerting.database import Database, Reader, StoreError
 from alerting.mode import SCHEMA as MODE_SCHEMA
 from alerting.outbox import SCHEMA as OUTBOX_SCHEMA
-from alerting.outbox import News, Outbox
+from alerting.outbox import SINCE_SCHEMA, News, Outbox
 from alerting.policy import Decision
 from alerting.watchdog import SCHEMA as WATCHDOG_SCHEMA
 from alerting.watchdog import Beats
@@ -80,6 +84,7 @@ ALTER TABLE requests ADD COLUMN overdue_at REAL;
 ALTER TABLE requests ADD COLUMN escalated_at REAL;
 ALTER TABLE requests ADD COLUMN escalation TEXT;
 """
+_FOUND_SCHEMA = "ALTER TABLE requests ADD COLUMN found INTEGER NOT NULL DEFAULT 0;"
 SCHEMAS = (
     _DELIVERIES_SCHEMA,
     OUTBOX_SCHEMA,
@@ -87,12 +92,13 @@ SCHEMAS = (
     WATCHDOG_SCHEMA,
     _OVERDUE_SCHEMA,
     MODE_SCHEMA,
+    SINCE_SCHEMA + _FOUND_SCHEMA,
 )
-"""Versions 1 to 6. What was shipped once stays as it is; a change is one more of them."""
+"""Versions 1 to 7. What was shipped once stays as it is; a change is one more of them."""
 
 _INTENT = (
     "SELECT id, run, generation, action, alert, created_at, delivery_id, control, overdue_at,"
-    " escalated_at FROM requests"
+    " escalated_at, found FROM requests"
 )
 
 
@@ -115,6 +121,7 @@ class Intent:
         control: path of the control directory that it goes to.
         overdue_at: when it was found to be open for too long, None so far.
         escalated_at: when it was handed to the command for that, None so far.
+        found: whether another receiver made it.
     """
 
     request: Request
@@ -122,6 +129,7 @@ class Intent:
     control: Path
     overdue_at: float | None = None
     escalated_at: float | None = None
+    found: bool = False
 
 
 def open_reader(path: Path) -> Reader:
@@ -210,19 +218,7 @@ class Store:
 
     def intend(self, intent: Intent) -> None:
         """Record a request before it is claimed: after a crash it is known by its id."""
-        request = intent.request
-        self._write(
-            "INSERT INTO requests (id, run, generation, action, alert, delivery_id, control,"
-            " created_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            request.id,
-            request.run,
-            request.generation,
-            request.action,
-            request.alert,
-            intent.delivery_id,
-            str(intent.control),
-            request.created_at,
-        )
+        self._database.submit(lambda connection: _insert_intent(connection, intent)).result()
 
     def intended(self, delivery_id: int, run: str, action: str) -> Intent | None:
         """The request that a broken-off handling left behind, claimed or not, undecided."""
@@ -245,10 +241,11 @@ class Store:
         at: float,
         intent: Intent | None = None,
         news: News | None = None,
+        found: Intent | None = None,
     ) -> None:
         """Record a decision, what became of its intended request, and the message that tells of it.
 
-        The request was claimed or never made.
+        The request was claimed or never made. `found` is another receiver's that is open instead.
         """
 
         def work(connection: sqlite3.Connection) -> None:
@@ -260,6 +257,9 @@ class Store:
                     else "DELETE FROM requests WHERE id = :id"
                 )
                 connection.execute(statement, {"at": at, "id": intent.request.id})
+            if found is not None:
+                # One of our own is there already, and so is one that was found before.
+                _insert_intent(connection, found, at)
             if news is not None:
                 self.outbox.insert(connection, news)
 
@@ -350,6 +350,28 @@ def _insert_decision(
     )
 
 
+def _insert_intent(
+    connection: sqlite3.Connection, intent: Intent, claimed_at: float | None = None
+) -> None:
+    request = intent.request
+    connection.execute(
+        "INSERT OR IGNORE INTO requests (id, run, generation, action, alert, delivery_id, control,"
+        " created_at, claimed_at, found) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        (
+            request.id,
+            request.run,
+            request.generation,
+            request.action,
+            request.alert,
+            intent.delivery_id,
+            str(intent.control),
+            request.created_at,
+            claimed_at,
+            intent.found,
+        ),
+    )
+
+
 def _intent(row: tuple[Any, ...]) -> Intent:
     identifier, run, generation, action, alert, created_at, delivery_id, control, *times = row
     return Intent(
@@ -365,4 +387,5 @@ def _intent(row: tuple[Any, ...]) -> Intent:
         control=Path(control),
         overdue_at=times[0],
         escalated_at=times[1],
+        found=bool(times[2]),
     )

@@ -68,7 +68,7 @@ class Beats:
             row = connection.execute("SELECT last_at, missed_at FROM watchdog").fetchone()
             if row is not None and row[1] is not None and self._outbox is not None:
                 self._outbox.insert(
-                    connection, news_of_watchdog(max(0.0, at - row[0]), at, back=True)
+                    connection, news_of_watchdog(max(0.0, at - row[0]), at, row[1], back=True)
                 )
             connection.execute(
                 "INSERT INTO watchdog (id, came, last_at) VALUES (1, 1, ?) ON CONFLICT (id)"
@@ -93,7 +93,8 @@ class Beats:
                 (now, beat.last_at),
             ).rowcount
             if missed and self._outbox is not None:
-                news = news_of_watchdog(max(0.0, now - beat.last_at), now, back=False)
+                away = max(0.0, now - beat.last_at)
+                news = news_of_watchdog(away, now, beat.last_at, back=False)
                 self._outbox.insert(connection, news)
             return bool(missed)
 

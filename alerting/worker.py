@@ -131,6 +131,7 @@ class Worker:
 
     def _act(self, delivery_id: int, wish: Wish) -> None:
         intent = self._store.intended(delivery_id, wish.run, wish.action)
+        holder: Request | None = None
         try:
             if intent is not None and _was_claimed(intent):
                 decision = _requested(intent)
@@ -142,7 +143,7 @@ class Worker:
                 if isinstance(considered, Intent):
                     intent = considered
                     self._store.intend(intent)
-                    decision = _claim(intent)
+                    decision, holder = _claim(intent)
                 else:
                     decision = considered
         except (ControlError, OSError) as error:
@@ -150,7 +151,11 @@ class Worker:
         news = None
         if decision.outcome == "notify-only" and self._settings.notify:
             news = news_of_notify_only(decision, self._clock())
-        self._store.decide(delivery_id, decision, self._clock(), intent, news)
+        found = None
+        if self._settings.shared is not None and intent is not None and holder is not None:
+            # Who made it may not live to tell what became of it.
+            found = replace(intent, request=holder, found=True)
+        self._store.decide(delivery_id, decision, self._clock(), intent, news, found)
         self._announce(delivery_id, decision)
 
     def _consider(self, delivery_id: int, wish: Wish) -> Intent | Decision:
@@ -198,21 +203,22 @@ class Worker:
         )
 
 
-def _claim(intent: Intent) -> Decision:
+def _claim(intent: Intent) -> tuple[Decision, Request | None]:
+    """What came of it, and the request that is open instead."""
     control, request = ControlDirectory(intent.control), intent.request
     try:
         if control.claim(request):
-            return _requested(intent)
+            return _requested(intent), None
     except OSError:
         # It may have failed after the link, in the folder's sync: then the guard will act on it.
         if _was_claimed(intent):
-            return _requested(intent)
+            return _requested(intent), None
         raise
     holder = control.open_request(request.action)
     # Nothing is open any more: it was answered just now.
     if holder is None and control.claim(request):
-        return _requested(intent)
-    return replace(
+        return _requested(intent), None
+    decision = replace(
         _requested(intent),
         outcome="open",
         reason=(
@@ -222,6 +228,7 @@ def _claim(intent: Intent) -> Decision:
         ),
         request_id=holder.id if holder is not None else None,
     )
+    return decision, holder
 
 
 def _was_claimed(intent: Intent) -> bool:

@@ -1,6 +1,7 @@
 #!/bin/sh
 # Finds Prometheus, promtool, Alertmanager and amtool, and links them into DIR/bin; where they can
-# be had, vmalert and node_exporter too, which only tests of the rules and the dashboards need.
+# be had, VictoriaMetrics (with vmagent and vmalert) and node_exporter too, which only tests of the
+# rules, the dashboards and the agent need.
 # In this order: the folder in ACT_SERVERS, the PATH, Debian's packages unpacked into DIR
 # (no root, no daemon, nothing outside DIR). Usage: servers.sh DIR
 set -eu
@@ -9,9 +10,10 @@ dir=${1:?usage: servers.sh DIR}
 mkdir -p "$dir/bin"
 dir=$(cd "$dir" && pwd)
 
-# Debian calls two binaries otherwise than upstream's archives do.
+# Debian calls some binaries otherwise than upstream's archives do.
 names_of() {
     case $1 in
+        vm* | victoria-metrics) echo "$1 $1-prod" ;;
         alertmanager) echo "prometheus-alertmanager alertmanager" ;;
         node_exporter) echo "prometheus-node-exporter node_exporter" ;;
         *) echo "$1" ;;
@@ -37,7 +39,7 @@ link_all() { # FINDER...: links every program that the finder knows; fails if on
         found=$("$@" "$program") || return 1
         ln -sf "$found" "$dir/bin/$program"
     done
-    for program in vmalert node_exporter; do
+    for program in victoria-metrics vmagent vmalert node_exporter; do
         ! found=$("$@" $program) || ln -sf "$found" "$dir/bin/$program"
     done
 }

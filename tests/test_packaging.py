@@ -24,8 +24,16 @@ SHIPPED = {
     "alerting/alertmanager-pair.yml",
     "alerting/alertmanager.yml",
     "alerting/receiver.yml",
+    "deploy/agent/scrape.yml",
+    "deploy/agent/vmagent.env",
     "deploy/launch.sh",
     "deploy/demo/train.py",
+    "deploy/systemd/act-receiver.service",
+    "deploy/compose/compose.yaml",
+    "deploy/slurm/train.sbatch",
+    "deploy/kubernetes/render.py",
+    "deploy/kubernetes/templates/receiver.yaml",
+    "deploy/kubernetes/manifests/receiver.yaml",
 }
 
 

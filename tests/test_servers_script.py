@@ -69,9 +69,10 @@ def test_what_only_tests_need_is_taken_where_it_is(
     tmp_path: Path, tools: Path, servers: Path
 ) -> None:
     (servers / "prometheus-node-exporter").symlink_to(binary("promtool"))  # as Debian calls it
+    (servers / "vmagent-prod").symlink_to(binary("promtool"))  # as upstream does
     done = run(tmp_path / "target", [tools, servers])
     assert done.returncode == 0, done.stderr
-    assert linked(tmp_path / "target") == {*PROGRAMS, "node_exporter"}
+    assert linked(tmp_path / "target") == {*PROGRAMS, "node_exporter", "vmagent"}
 
 
 def test_those_of_the_variable_are_taken(tmp_path: Path, tools: Path, servers: Path) -> None:

@@ -60,6 +60,8 @@ def look_for_messages(record: Record, targets: Iterable[Target], report: Report)
         _, attempts, detail = record.sending(message, target.name) or (None, 0, None)
         if result == "sent":
             report.tell("ok", hop, f"{target.kind} took the message ({detail})")
+        elif result == "other":
+            report.tell("ok", hop, f"another receiver sent the message ({detail})")
         elif attempts:
             report.fail(hop, f"{target.kind} has not taken the message: {detail}")
         else:

@@ -203,9 +203,14 @@ def render_alertmanager(
             trainer["http_config"]["authorization"]["credentials_file"] = str(token)
     if bots:
         told = {receiver["name"]: receiver for receiver in config["receivers"]}
-        trainer, *_ = told["trainer"]["webhook_configs"]
-        url = f"http://localhost:{ports['receiver']}/messages"
-        told["people"]["webhook_configs"] = [{**trainer, "url": url, "send_resolved": True}]
+        told["people"]["webhook_configs"] = [
+            {
+                **trainer,
+                "url": trainer["url"].replace("/alerts", "/messages"),
+                "send_resolved": True,
+            }
+            for trainer in told["trainer"]["webhook_configs"]
+        ]
     config["global"] = {
         key: value for key, value in config["global"].items() if not key.startswith("smtp_")
     }

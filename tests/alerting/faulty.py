@@ -21,7 +21,10 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NoReturn
 
+import alerting.claims
+import alerting.messenger
 import alerting.receiver
+from alerting.claims import Claims
 from alerting.cli import main
 from alerting.control import ControlDirectory
 from alerting.database import Database
@@ -125,6 +128,21 @@ DEATHS: dict[str, Callable[[], None]] = {
     "message-after-sending": lambda: setattr(Outbox, "end", die),
 }
 
+CLAIM_DEATHS: dict[str, Callable[[], None]] = {
+    "before-the-claim": lambda: setattr(alerting.claims, "create_whole", die),
+    "at-the-claims-link": die_after_the_link,
+    "after-the-claim": lambda: setattr(Outbox, "begin", die),
+    "before-the-claims-end": lambda: setattr(Claims, "finish", die),
+    "after-the-claims-end": lambda: die_after(Claims, "finish"),
+}
+"""Of a message, where receivers have a folder in common."""
+
+
+def wait_briefly() -> None:
+    """What a dead receiver was sending is taken over soon."""
+    alerting.claims.PATIENCE_SECONDS = 1.0
+    alerting.messenger.RECHECK_SECONDS = 0.2
+
 
 def answer_slowly() -> None:
     """The first delivery and the first message are recorded at once and answered much later."""
@@ -191,6 +209,8 @@ def shift_the_clock(path: str) -> None:
 
 FAULTS: dict[str, Callable[..., None]] = {
     **DEATHS,
+    **CLAIM_DEATHS,
+    "impatient": wait_briefly,
     "slow": answer_slowly,
     "full": fill_the_disk_at_the_request,
     "locked": lock_after_the_request,

@@ -124,6 +124,17 @@ def expect_route(labels: dict[str, str], receivers: str, config: Path = CONFIG) 
     )
 
 
+def uncommented(config: Path) -> str:
+    """The configuration with people told by the receiver too, as its comment says."""
+    lines = config.read_text().splitlines()
+    begin = lines.index("    # webhook_configs:")
+    for number in range(begin, len(lines)):
+        if not lines[number].startswith("    # "):
+            break
+        lines[number] = f"    {lines[number][6:]}"
+    return "\n".join(lines)
+
+
 class TestRoutes:
     config = yaml.safe_load(CONFIG.read_text())
     parent, trainer = shipped_routes(config)
@@ -262,9 +273,20 @@ class TestPair:
                 ]
         assert ours == shipped
 
-    def test_people_are_told_of_alerts_by_one_receiver(self) -> None:
-        commented = [line for line in self.text.splitlines() if "/messages" in line]
-        assert commented == ["    #   - url: https://receiver-a.example.com/messages"]
+    def test_both_receivers_tell_people_where_that_part_is_uncommented(
+        self, tmp_path: Path
+    ) -> None:
+        path = tmp_path / "pair.yml"
+        path.write_text(uncommented(PAIR))
+        assert "SUCCESS" in amtool("check-config", path)
+        ours, shipped = (
+            yaml.safe_load(uncommented(config))["receivers"][0] for config in (PAIR, CONFIG)
+        )
+        (webhook,) = shipped["webhook_configs"]
+        assert ours["webhook_configs"] == [
+            webhook | {"url": f"https://{host}.example.com/messages"}
+            for host in ("receiver-a", "receiver-b")
+        ]
 
 
 @pytest.mark.parametrize("path", [CONFIG, PAIR])

@@ -17,7 +17,8 @@ Where each fault is shown:
 | two Alertmanagers, one receiver: people | test_messages: TestAlertmanager |
 | two receivers over one runs folder, each told once | test_receiver: TestCrashes |
 | two receivers, each with an Alertmanager, until the guard's answer | TestTwo, here |
-| the same with a real trainer | tests/integration/test_two_of_each |
+| two receivers with a folder in common: killed at each step of a claim, it away | test_claims |
+| two of each server, any of them killed, with a real trainer | tests/integration/test_two_of_each |
 | of many who claim at once one wins | test_control: TestClaim |
 | database locked: the answer is 503 | test_receiver: TestItsOwnState; test_messages |
 | database locked: Alertmanager goes on until it is taken; between request and record | TestDisk |
@@ -353,7 +354,7 @@ class TestTwo:
             for folder in folders:
                 wait_for(lambda name=folder.name: is_about(bot, f"run {name}"), "a later message")
         assert is_about(bot, "run gpt was rolled back") == 1
-        # They know nothing of each other, so the alert is told by both.
+        # Without a folder in common they know nothing of each other, so the alert is told by both.
         assert is_about(bot, "1 firing: run gpt") == 2
 
 

@@ -21,7 +21,7 @@ from alerting.control import ControlDirectory
 from deploy.demo.servers import REPOSITORY, binary, free_port, running, wait_for
 from tests.alerting.bots import KEY, SECRET, Bot, DingTalkBot, FeishuBot, WeComBot
 from tests.alerting.deliveries import alert, payload, register, status, text
-from tests.alerting.test_alertmanager import CONFIG, amtool, shipped_routes
+from tests.alerting.test_alertmanager import CONFIG, amtool, shipped_routes, uncommented
 from tests.alerting.test_alertmanager import alert as shipped
 from tests.alerting.test_control import answer_to
 from tests.alerting.test_receiver import TIMEOUT, TOKEN, Receiver
@@ -290,14 +290,8 @@ class TestAlertmanager:
 
     @pytest.fixture
     def uncommented(self, tmp_path: Path) -> Path:
-        lines = CONFIG.read_text().splitlines()
-        begin = lines.index("    # webhook_configs:")
-        for number in range(begin, len(lines)):
-            if not lines[number].startswith("    # "):
-                break
-            lines[number] = f"    {lines[number][6:]}"
         path = tmp_path / "alertmanager.yml"
-        path.write_text("\n".join(lines))
+        path.write_text(uncommented(CONFIG))
         return path
 
     def test_it_loads_and_goes_to_the_receiver_with_its_token(self, uncommented: Path) -> None:

@@ -56,6 +56,7 @@ class TestShippedFile:
         assert content["request_deadline_seconds"] == DEFAULT_REQUEST_DEADLINE_SECONDS
         assert content["escalate"] is None
         assert content["mode"] == "act"
+        assert content["shared"] is None
 
     def test_loads_once_there_is_a_token(self, folder: Path) -> None:
         settings = load_settings(SHIPPED, {"token_file": folder / "token"})

@@ -135,6 +135,7 @@ class TestRecords:
                 "overdue_at": None,
                 "escalated_at": None,
                 "escalation": None,
+                "found": 0,
             }
         ]
         assert rows(path, "SELECT outcome, reason, request_id, generation, at FROM decisions") == [
@@ -289,7 +290,7 @@ class TestOpening:
         other = sqlite3.connect(path)
         other.execute("PRAGMA user_version = 99")
         other.close()
-        with pytest.raises(ConfigError, match=r"schema version 99; .* uses 6"):
+        with pytest.raises(ConfigError, match=r"schema version 99; .* uses 7"):
             Store(path)
 
     def test_a_damaged_file_is_named(self, path: Path) -> None:
