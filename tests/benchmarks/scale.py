@@ -1,6 +1,6 @@
 """What 200 exporters of 2,200 series cost Prometheus with the shipped rules, calm and in a storm.
 
-    python -m tests.benchmarks.scale             (18 minutes; --quick a tenth of it, in five)
+    python -m tests.benchmarks.scale             (15 minutes; --quick a tenth of it, in five)
 
 A process serves simulated exporters (`tests.benchmarks.cluster`); a real Prometheus has the shipped
 configuration and rules, 15 s between scrapes and between evaluations, and a real Alertmanager with
