@@ -9,15 +9,18 @@ Writes build/bench/scrape.json:
               ours_ms                  of the interpreter's time, which the training thread lacks
               page_ms                  the whole page, with all other families
               bytes, gzip_bytes, gzip_ms
-    stepping  largest_gap_ms           between two ends of a loop's 1 ms steps, while a process
-                                       of its own scrapes once a second; and without it
-              lost_share               of the loop's steps, against the rounds without it
+    stepping  largest_gap_ms           between two ends of a loop's 1 ms steps, the largest of all
+                                       rounds, while a process of its own scrapes a page of 10,000
+                                       series: not at all, once a second, 20 a second, or badly
+              median_gap_ms            the median of each round's largest
+              lost_share               of the loop's steps, against the round without a scraper
 """
 
 from __future__ import annotations
 
 import gzip
 import multiprocessing
+import socket
 import statistics
 import time
 from typing import Any
@@ -42,6 +45,9 @@ SERIES = (1_000, 10_000, 50_000)
 STEPPING_SERIES = 10_000
 STEP_SECONDS = 0.001
 ROUND_SECONDS = 5.0
+MANNERS = ("not at all", "once a second", "20 a second", "badly")
+HANGING = 10
+"""Clients that send half a request, and as many that ask and read nothing."""
 WIDTH = 8
 TRAINED_STEPS = 250
 """By then windows and baselines have values, and nearly each series has a sample."""
@@ -143,45 +149,56 @@ def same_samples(ours: str, theirs: str) -> None:
         raise SystemExit("the two pages differ")
 
 
-def scrape(url: str, go: Any, stop: Any) -> None:
-    """Once a second while `go` is set, as Prometheus would."""
+def scrape(port: int, manner: Any, stop: Any) -> None:
+    """In a process of its own: as `manner` (a shared number, a place in MANNERS) says."""
+    url = f"http://127.0.0.1:{port}/metrics"
+    hanging: list[socket.socket] = []
     while not stop.is_set():
-        if go.is_set():
+        name = MANNERS[manner.value]
+        if name != "badly":
+            while hanging:
+                hanging.pop().close()
+        if name == "once a second" or name == "20 a second":
             requests.get(url, timeout=10).raise_for_status()
-        stop.wait(1.0)
+        elif name == "badly" and not hanging:
+            for request in (b"GET /me", b"GET /metrics HTTP/1.0\r\n\r\n"):
+                for _ in range(HANGING):
+                    hanging.append(socket.create_connection(("127.0.0.1", port)))
+                    hanging[-1].sendall(request)  # half of one; or all, and nothing is read
+        stop.wait(0.05 if name == "20 a second" else 1.0)
 
 
 def stepping(rounds: int) -> dict[str, Any]:
-    """A loop of 1 ms steps, in turns with and without a scraper in another process."""
+    """A loop of 1 ms steps, in turns with scrapers of each manner in another process."""
     exporter = exporter_of(STEPPING_SERIES)
     exporter.serve("127.0.0.1", 0)
     context = multiprocessing.get_context("spawn")
-    go, stop = context.Event(), context.Event()
-    url = f"http://127.0.0.1:{exporter.port}/metrics"
-    scraper = context.Process(target=scrape, args=(url, go, stop))
+    manner, stop = context.Value("i", 0), context.Event()
+    scraper = context.Process(target=scrape, args=(exporter.port, manner, stop))
     scraper.start()
-    gaps: dict[bool, list[float]] = {True: [], False: []}
-    lost = []
+    gaps: dict[str, list[float]] = {name: [] for name in MANNERS}
+    lost: dict[str, list[float]] = {name: [] for name in MANNERS}
     try:
         for _ in track(range(rounds), "stepping"):
-            counts = {}
-            for scraped in (False, True):
-                (go.set if scraped else go.clear)()
-                time.sleep(1.5)  # longer than the scraper's pause: it has seen the change
-                counts[scraped], gap = loop(ROUND_SECONDS)
-                gaps[scraped].append(gap)
-            lost.append(1 - counts[True] / counts[False])
+            for number, name in enumerate(MANNERS):
+                manner.value = number
+                time.sleep(2.0)  # longer than the scraper's pause: it has seen the change
+                steps, gap = loop(ROUND_SECONDS)
+                gaps[name].append(gap)
+                if not number:
+                    undisturbed = steps
+                lost[name].append(1 - steps / undisturbed)
     finally:
         stop.set()
         scraper.join()
         exporter.close()
     return {
-        "series": STEPPING_SERIES,
-        "largest_gap_ms": round(max(gaps[True]) * 1e3, 2),
-        "largest_gap_unscraped_ms": round(max(gaps[False]) * 1e3, 2),
-        "median_gap_ms": round(statistics.median(gaps[True]) * 1e3, 2),
-        "median_gap_unscraped_ms": round(statistics.median(gaps[False]) * 1e3, 2),
-        "lost_share": round(statistics.median(lost), 4),
+        name: {
+            "largest_gap_ms": round(max(gaps[name]) * 1e3, 2),
+            "median_gap_ms": round(statistics.median(gaps[name]) * 1e3, 2),
+            "lost_share": round(statistics.median(lost[name]), 4),
+        }
+        for name in MANNERS
     }
 
 
