@@ -236,7 +236,7 @@ class TestIncidents:
         alone = write(tmp_path / "alone", steady(LAYERS, range(1, 420)) + jump)
         page = page_of(alone)
         assert heading(page) == "hand: no layer, but the run's numbers went bad at step 350"
-        assert "Look at the batch" in text_of(page)
+        assert "A bad batch:" in text_of(page)
 
     def test_one_that_ends_with_the_journal_says_so(self, tmp_path: Path) -> None:
         bad = {(step, "a"): 500.0 for step in range(250, 260)}
