@@ -339,9 +339,10 @@ class Exporter:
         )
 
     def note(self, kind: str, /, **fields: Any) -> None:
-        """Write a line into the journal on something that happened: what a guard did, say.
+        """Write down something that happened: what a guard did, say.
 
-        Never raises; without a journal it does nothing.
+        It goes into the journal, where there is one, and the page at `/` tells of it if it is of
+        a kind that it knows. Never raises.
 
         Args:
             kind: what happened; `act_exporter.records` lists the kinds that a report knows.

@@ -9,7 +9,7 @@ import operator
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,8 @@ from act_exporter.rules import RuleThresholds, render_rules
 from act_exporter.statistics import Array
 
 Severity = Literal["critical", "warning", "info"]
+SEVERITIES: tuple[Severity, ...] = get_args(Severity)
+"""The worst first."""
 
 _COMPARE: dict[str, Callable[[Array, float], npt.NDArray[np.bool_]]] = {
     ">": operator.gt,

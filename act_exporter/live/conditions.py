@@ -14,13 +14,12 @@ import numpy as np
 
 from act_exporter.collector import Training
 from act_exporter.history import RULES, SERIOUS, Layers, Rule
-from act_exporter.live.alerts import Alert, Shipped
+from act_exporter.live.alerts import SEVERITIES, Alert, Shipped
 from act_exporter.live.guard import Guard
 from act_exporter.statistics import Array
 from act_exporter.training import Signal
 
 _ACTIONS = ("recover", "checkpoint", "")
-_SEVERITIES = ("critical", "warning", "info")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,7 +113,7 @@ def holding(
         found,
         key=lambda one: (
             _ACTIONS.index(one.alert.action),
-            _SEVERITIES.index(one.alert.severity),
+            SEVERITIES.index(one.alert.severity),
         ),
     )
 

@@ -14,10 +14,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from act_exporter.history import Thresholds
-from act_exporter.live.alerts import Alert, Shipped
+from act_exporter.live.alerts import SEVERITIES, Alert, Shipped
 from act_exporter.watch.page import Layer, Page
-
-_SEVERITIES = ("critical", "warning", "info")
 
 Found = tuple[str, float]
 """Where, or "" for the run as a whole, and how much."""
@@ -64,7 +62,7 @@ def holding(pages: Sequence[Page]) -> list[Holding]:
         if worst is not None:
             alert, where, value = worst
             found.append(Holding(alert, f"{where} {condition.words.format(value)}".strip()))
-    return sorted(found, key=lambda holds: _SEVERITIES.index(holds.alert.severity))
+    return sorted(found, key=lambda holds: SEVERITIES.index(holds.alert.severity))
 
 
 @functools.cache
