@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
-from typing import Any
+from typing import Any, TypeVar
 
 from act_exporter.access import Access
 
@@ -21,6 +21,8 @@ Metrics = Callable[[str], tuple[bytes, str]]
 
 Page = Callable[[str], bytes]
 """From the query of an address to HTML."""
+
+Rendered = TypeVar("Rendered")
 
 _TEXT = "text/plain; charset=utf-8"
 
@@ -53,7 +55,7 @@ class MetricsServer:
     Args:
         host: address to listen on, IPv4 or IPv6.
         port: port; 0 for any free one.
-        metrics: renders `/metrics`, in the request's thread.
+        metrics: renders `/metrics`, in a request's thread and in one at a time.
         page: renders `/`, likewise.
         policy: the content security policy of `/`.
         tick: called twice a second, in the server's thread; must not raise.
@@ -120,6 +122,7 @@ class _Server(ThreadingHTTPServer):
         self.metrics, self.page, self.policy, self.access = metrics, page, policy, access
         self._tick = tick
         self._open: dict[socket.socket, float] = {}  # and until when
+        self.rendered = _Rendered()
         if ":" in host:
             self.address_family = socket.AF_INET6
         super().__init__((host, port), _Handler)
@@ -166,6 +169,29 @@ class _Server(ThreadingHTTPServer):
         """A scraper that hung up is no event of the trainer's."""
 
 
+class _Rendered:
+    """Pages rendered one at a time, each for all who asked for it before it was begun.
+
+    Threads that render at once take the interpreter in turns, and training gets one turn in so
+    many. Who asked before a page was begun gets one that is no older than a page of their own.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._last: tuple[object, float, Any] = (None, 0.0, None)  # of what, begun when, and it
+
+    def __call__(self, render: Callable[[str], Rendered], asked_for: str) -> Rendered:
+        asked = time.monotonic()
+        with self._lock:
+            last, begun, page = self._last
+            if last != (render, asked_for) or begun < asked:
+                begun = time.monotonic()
+                page = render(asked_for)
+                self._last = ((render, asked_for), begun, page)
+            found: Rendered = page
+            return found
+
+
 class _Handler(BaseHTTPRequestHandler):
     # One request a connection: a kept one would go on answering for an exporter that was closed.
     protocol_version = "HTTP/1.0"
@@ -184,11 +210,12 @@ class _Handler(BaseHTTPRequestHandler):
         if access is not None and not access.allows(self.headers.get("Authorization", "")):
             return 401, b"needs the token, as a bearer's or as a password\n", _TEXT
         path, _, query = self.path.partition("?")
+        rendered = self.server.rendered
         try:
             if path == "/metrics":
-                return 200, *self.server.metrics(self.headers.get("Accept", ""))
+                return 200, *rendered(self.server.metrics, self.headers.get("Accept", ""))
             if path == "/":
-                return 200, self.server.page(query), "text/html; charset=utf-8"
+                return 200, rendered(self.server.page, query), "text/html; charset=utf-8"
         except Exception:
             # Counted and logged by whoever renders; here somebody waits for an answer.
             return 500, b"This page could not be made; training goes on. See its log.\n", _TEXT

@@ -7,9 +7,11 @@ import http.client
 import re
 import socket
 import ssl
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -229,6 +231,39 @@ class TestClientsThatBehaveBadly:
             wait_until(served)
             for connection in crowd:
                 connection.close()
+
+    def test_many_at_once_share_pages_that_are_rendered_one_at_a_time(self):
+        """Or they would take the interpreter from the training thread in as many turns."""
+        begun, begin, busy = [], threading.Event(), threading.Lock()
+
+        def render(accept: str) -> tuple[bytes, str]:
+            assert busy.acquire(blocking=False)  # or the page is a 500
+            begun.append(accept)
+            number = len(begun)
+            begin.wait(20)
+            busy.release()
+            return b"%d" % number, "text/plain"
+
+        def ask(accept: str) -> int:
+            headers = {"Accept": accept}
+            return int(requests.get(f"{address}/metrics", headers=headers, timeout=30).text)
+
+        it = server.MetricsServer(
+            "127.0.0.1", 0, metrics=render, page=lambda _: b"", policy="", tick=lambda: None
+        )
+        address = f"http://127.0.0.1:{it.port}"
+        with closing(it), ThreadPoolExecutor(30) as pool:
+            first = pool.submit(ask, "text/plain")
+            wait_until(lambda: begun)
+            later = [pool.submit(ask, "text/plain") for _ in range(28)]
+            other = pool.submit(ask, "application/openmetrics-text")
+            wait_until(lambda: len(it._server._open) == 30)
+            begin.set()
+            assert first.result() == 1
+            # None has what was begun before it asked.
+            assert all(number > 1 for number in [other.result(), *(one.result() for one in later)])
+        assert len(begun) < 15
+        assert begun.count("application/openmetrics-text") == 1
 
 
 class TestCompression:
