@@ -101,7 +101,7 @@ def find_taps(model: nn.Module, watch: Watch = "sublayers") -> list[Tap]:
         NothingToWatchError: nothing in the model is selected.
         SettingError: `watch` is none of the above.
     """
-    modules = dict(_named_modules(model))
+    modules = dict(named_modules(model))
     if watch == "sublayers":
         taps = list(_sublayers(_without_adapters(modules)))
     elif watch == "blocks":
@@ -133,7 +133,7 @@ def _selector(watch: Watch) -> Callable[[str, nn.Module], bool]:
     return lambda name, _module: any(fnmatch.fnmatchcase(name, glob) for glob in globs)
 
 
-def _named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Each module once, wrappers and their name parts left out; a bare layer is called "model"."""
     root = _unwrapped(model)
     if isinstance(root, torch.jit.ScriptModule):

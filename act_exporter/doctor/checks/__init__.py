@@ -1,0 +1,13 @@
+"""The checklist: one module a check.
+
+Each has `FAULTS`, which tells what its kinds of finding are, and
+
+    def check(subject: Subject) -> Iterable[Finding]
+
+which raises `NeedsMoreError` where something was not given.
+"""
+
+from types import ModuleType
+
+CHECKS: tuple[ModuleType, ...] = ()
+"""In the order of the path from data to weights, in which a person would walk it."""

@@ -1,0 +1,76 @@
+"""Walks the checklist."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from act_exporter.doctor.checks import CHECKS
+from act_exporter.doctor.finding import Finding, NeedsMoreError
+from act_exporter.doctor.report import Report
+from act_exporter.doctor.subject import Batch, Subject
+
+_log = logging.getLogger(__name__)
+
+
+def examine(
+    model: nn.Module,
+    batch: Batch,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Any = None,
+    scaler: Any = None,
+    batches: Iterable[Batch] | None = None,
+    train_step: Callable[[Batch], Any] | None = None,
+    *,
+    on_check: Callable[[str], None] = lambda name: None,
+) -> Report:
+    """Find out why a model is unstable, or would be.
+
+    Runs some dozens of forwards and some backwards of the batch. Weights, buffers, gradients, the
+    states of all that is given, and torch's random numbers are afterwards what they were.
+
+    Args:
+        model: the model, on its device, in the mode (train or eval) to be examined.
+        batch: a mapping (keyword arguments of the model), a tuple or list (its arguments), or its
+            one argument. Gradients are examined where the model returns its loss, or an output
+            with one as "loss".
+        optimizer: the model's.
+        scheduler: of the learning rate; it is stepped through on a copy.
+        scaler: a `torch.amp.GradScaler`.
+        batches: some more of the data, a few dozen will do; read once.
+        train_step: one whole training step of a batch, backward, clipping and `optimizer.step()`
+            included, with the objects given here.
+        on_check: told each check's name before it runs.
+
+    Returns:
+        The findings, the worst first; and which checks did not run, and what they need.
+    """
+    subject = Subject(model, batch, optimizer, scheduler, scaler, batches, train_step)
+    findings: list[Finding] = []
+    not_run: dict[str, str] = {}
+    for module in CHECKS:
+        name = _name(module)
+        on_check(name)
+        try:
+            findings += module.check(subject)
+        except NeedsMoreError as error:
+            not_run[name] = f"needs {error}"
+        except Exception as error:
+            # One check that a model of an unforeseen kind breaks must not cost the others.
+            _log.debug("check %s failed", name, exc_info=True)
+            not_run[name] = f"failed: {type(error).__name__}: {error}"
+    return Report(
+        findings=tuple(sorted(findings, key=lambda finding: finding.rank)),
+        not_run=not_run,
+        checks=tuple(map(_name, CHECKS)),
+        profile=tuple(subject.plain.seen),
+    )
+
+
+def _name(check: ModuleType) -> str:
+    return check.__name__.rpartition(".")[2]

@@ -1,0 +1,110 @@
+"""What is examined: the model, a batch, and whatever else of the training was given."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from act_exporter.doctor.finding import NeedsMoreError
+from act_exporter.doctor.trace import Look, Trace, traced
+
+Batch = Any
+"""A mapping (keyword arguments), a tuple or list (arguments), or one argument."""
+
+# Dropout and sampled routes fall alike in all forwards that are compared.
+_SEED = 0
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Arguments of `examine`, and the ways in which checks may use them.
+
+    Checks leave the subject as they found it: what changes weights, gradients, buffers or any state
+    of the training goes inside `kept()`.
+    """
+
+    model: nn.Module
+    batch: Batch
+    optimizer: torch.optim.Optimizer | None = None
+    scheduler: Any = None
+    scaler: Any = None
+    batches: Iterable[Batch] | None = None
+    train_step: Callable[[Batch], Any] | None = None
+
+    @cached_property
+    def plain(self) -> Trace:
+        """What the model's forward does with the batch, as it is, without gradients."""
+        with torch.no_grad():
+            return self.trace()
+
+    def trace(self, batch: Batch | None = None, look: Look | None = None) -> Trace:
+        """What a forward does; see `traced`. Under the caller's grad mode and autocast.
+
+        Args:
+            batch: in place of the subject's own.
+            look: called with each tensor as it is made.
+        """
+        given = self.batch if batch is None else batch
+        with self.kept(weights=False), torch.random.fork_rng(enabled=True):
+            torch.manual_seed(_SEED)
+            return traced(self.model, lambda: called(self.model, given), look)
+
+    def loss(self, output: Any) -> torch.Tensor:
+        """The loss in a model's output.
+
+        Raises:
+            NeedsMoreError: there is none that would be no guess.
+        """
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        loss = getattr(output, "loss", loss)
+        if isinstance(loss, torch.Tensor) and loss.ndim == 0 and loss.is_floating_point():
+            return loss
+        raise NeedsMoreError('a model whose output is its loss, or has it as "loss"')
+
+    @contextlib.contextmanager
+    def kept(self, *, weights: bool = True) -> Iterator[None]:
+        """Put everything back at the end, whatever happens inside.
+
+        Args:
+            weights: False where only forwards run, which change buffers at most; spares a copy of
+                the weights and of the optimizer's state.
+        """
+        tensors = list(self.model.buffers())
+        states: list[tuple[Any, Any]] = []
+        if weights:
+            tensors += self.model.parameters()
+            owners = (self.optimizer, self.scheduler, self.scaler)
+            states = [(own, copy.deepcopy(own.state_dict())) for own in owners if own is not None]
+        values = [tensor.detach().clone() for tensor in tensors]
+        gradients = [(p, p.grad) for p in self.model.parameters()]
+        for parameter, _ in gradients:
+            parameter.grad = None  # the user's own are not added to
+        modes = [(module, module.training) for module in self.model.modules()]
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, value in zip(tensors, values, strict=True):
+                    tensor.copy_(value)
+            for own, state in states:
+                own.load_state_dict(state)
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            for module, training in modes:
+                module.training = training
+
+
+def called(model: nn.Module, batch: Batch) -> Any:
+    """The model's output for a batch, as `Batch` says."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if isinstance(batch, tuple | list):
+        return model(*batch)
+    return model(batch)

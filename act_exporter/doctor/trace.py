@@ -1,0 +1,158 @@
+"""What happens in one forward: each tensor that goes into a module or comes out, in order."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from act_exporter.layers import Side, named_modules
+
+Look = Callable[["Place", torch.Tensor], None]
+"""Called with each tensor while it is there; sees what statistics do not hold, changes nothing."""
+
+# The median of |x| is taken over as many elements, strided: of more it costs a sort of everything,
+# and says no more.
+_MEDIAN_ELEMENTS = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor was seen.
+
+    Attributes:
+        layer: the module's own name in the model, without wrappers' parts.
+        side: whether it is the module's input or its output.
+        module: the module.
+        call: how often the module had been called before in this forward.
+    """
+
+    layer: str
+    side: Side
+    module: nn.Module
+    call: int
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One tensor of a forward. Statistics are over its finite elements, in float32; 0 if none.
+
+    Attributes:
+        place: where.
+        shape: of the tensor.
+        dtype: of the tensor.
+        absmax, mean_abs, median_abs, rms: of |x|; the median of up to 65,536 elements.
+        mean, std: of x.
+        nonfinite: elements that are NaN or infinite.
+    """
+
+    place: Place
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    absmax: float
+    mean_abs: float
+    median_abs: float
+    rms: float
+    mean: float
+    std: float
+    nonfinite: int
+
+    @property
+    def layer(self) -> str:
+        return self.place.layer
+
+
+@dataclass(slots=True)
+class Trace:
+    """A forward.
+
+    Attributes:
+        seen: floating-point tensors, a module's input when it begins, its output when it ends.
+        output: what the model returned; None where it raised.
+        error: what it raised.
+    """
+
+    seen: list[Seen] = field(default_factory=list)
+    output: Any = None
+    error: Exception | None = None
+
+    def outputs(self) -> Iterator[Seen]:
+        """Outputs, in the order in which the modules ended."""
+        return (seen for seen in self.seen if seen.place.side == "output")
+
+
+def traced(model: nn.Module, forward: Callable[[], Any], look: Look | None = None) -> Trace:
+    """Run `forward`, and note what goes into and comes out of the modules of `model`.
+
+    What it raises stands in the trace, which then ends there.
+    """
+    trace = Trace()
+    calls: dict[str, int] = {}
+
+    def note(place: Place, found: Any) -> None:
+        tensor = first_float(found)
+        if tensor is None:
+            return
+        trace.seen.append(_statistics(place, tensor.detach()))
+        if look is not None:
+            look(place, tensor)
+
+    def hooks(name: str, module: nn.Module) -> Iterator[Any]:
+        def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
+            calls[name] = calls.get(name, -1) + 1
+            note(Place(name, "input", module, calls[name]), (args, kwargs))
+
+        def after(_module: nn.Module, _args: Any, output: Any) -> None:
+            note(Place(name, "output", module, calls[name]), output)
+
+        yield module.register_forward_pre_hook(before, with_kwargs=True)
+        yield module.register_forward_hook(after)
+
+    with contextlib.ExitStack() as stack:
+        for name, module in named_modules(model):
+            for handle in hooks(name, module):
+                stack.callback(handle.remove)
+        try:
+            trace.output = forward()
+        except Exception as error:
+            trace.error = error
+    return trace
+
+
+def first_float(found: Any) -> torch.Tensor | None:
+    """The first floating-point tensor in arguments or in a module's output."""
+    if isinstance(found, torch.Tensor):
+        return found if found.is_floating_point() and found.numel() else None
+    inside: Any = ()
+    if isinstance(found, Mapping):
+        inside = found.values()
+    elif isinstance(found, tuple | list):
+        inside = found
+    return next((t for t in map(first_float, inside) if t is not None), None)
+
+
+def _statistics(place: Place, tensor: torch.Tensor) -> Seen:
+    values = tensor.float().flatten()
+    finite = values[values.isfinite()]
+    nonfinite = values.numel() - finite.numel()
+    if not finite.numel():
+        finite = values.new_zeros(1)
+    size = finite.abs()
+    stride = -(-size.numel() // _MEDIAN_ELEMENTS)
+    double = finite.double()  # squares of float32's largest numbers
+    return Seen(
+        place=place,
+        shape=tuple(tensor.shape),
+        dtype=tensor.dtype,
+        absmax=float(size.max()),
+        mean_abs=float(size.mean(dtype=torch.float64)),
+        median_abs=float(size[::stride].median()),
+        rms=float(double.square().mean().sqrt()),
+        mean=float(double.mean()),
+        std=float(double.std(correction=0)),
+        nonfinite=nonfinite,
+    )
