@@ -161,6 +161,12 @@ def _application() -> typer.Typer:
         token_file: Path | None = typer.Option(None, help="File with the bearer token."),
         alertmanager: str = typer.Option("http://localhost:9093", help="Alertmanager's address."),
         people: bool = typer.Option(True, help="Send the drill's message to people."),
+        label: list[str] = typer.Option(
+            [],
+            metavar="NAME=VALUE",
+            help="A further label of the alert, which your routes ask for: namespace=training under"
+            " prometheus-operator. May be given several times.",
+        ),
         # People's messages leave after the 30 s of `group_wait`, a bot that was busy is asked again
         # 5 and 10 s later, and a guard answers between two steps, which may take a minute each.
         wait: float = typer.Option(120, min=1, help="Seconds to wait for all of it."),
@@ -177,7 +183,13 @@ def _application() -> typer.Typer:
         with _exit_codes():
             settings = load_settings(config, options)
             if not perform(
-                settings, alertmanager, run, people=people, wait_seconds=wait, out=sys.stdout
+                settings,
+                alertmanager,
+                run,
+                people=people,
+                labels=label,
+                wait_seconds=wait,
+                out=sys.stdout,
             ):
                 sys.exit(1)
 

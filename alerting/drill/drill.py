@@ -9,6 +9,8 @@ directory.
 from __future__ import annotations
 
 import contextlib
+import re
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import TextIO
@@ -27,6 +29,8 @@ from alerting.store import StoreError, open_reader
 MARGIN_SECONDS = 60.0
 """A drill that is killed before it ends its alert leaves one that ends by itself so much later."""
 _LABEL = "drill"
+_OWN_LABELS = {"alertname", "severity", "action", "run", _LABEL}
+_LABEL_NAME = re.compile("[a-zA-Z_][a-zA-Z0-9_]*")  # Prometheus' data model
 _RUNBOOK = "https://github.com/act-exporter/act-exporter/blob/main/README.md#a-drill"
 
 
@@ -36,6 +40,7 @@ def perform(
     run: str,
     *,
     people: bool,
+    labels: Sequence[str] = (),
     wait_seconds: float,
     out: TextIO,
 ) -> bool:
@@ -46,16 +51,19 @@ def perform(
         alertmanager: Alertmanager's address.
         run: the run's name.
         people: whether people are told.
+        labels: further ones of the alert, each NAME=VALUE: what routes ask for that are not the
+            shipped ones.
         wait_seconds: how long to wait for all of it.
         out: where each hop is told as it comes.
 
     Raises:
-        ConfigError: an address is none, or the receiver's port is known to itself alone.
+        ConfigError: an address or a label is none, or the receiver's port is known to itself alone.
         StoreError: the receiver's database could not be read.
     """
     if settings.port == 0:
         raise ConfigError("listen: a drill needs the port that the receiver listens on, not 0.")
     api = Alertmanager(alertmanager)
+    more = dict(map(_label, labels))
     report = Report(out, wait_seconds)
     control = find_live_run(settings.runs, run, report)
     answers = receiver_answers(settings, run, report)
@@ -71,7 +79,7 @@ def perform(
                 record = Record(reader, identifier)
             except StoreError as error:
                 report.fail("receiver", f"its database: {error}")
-        alert = _Alert(api, run, identifier, people=people)
+        alert = _Alert(api, run, identifier, people=people, labels=more)
         report.start()
         try:
             before = api.counts()
@@ -88,14 +96,32 @@ def perform(
     return not report.is_broken
 
 
+def _label(given: str) -> tuple[str, str]:
+    name, equals, value = given.partition("=")
+    if not (equals and value and _LABEL_NAME.fullmatch(name)):
+        raise ConfigError(f"--label {given}: expected NAME=VALUE, such as namespace=training.")
+    if name in _OWN_LABELS:
+        raise ConfigError(f"--label {given}: the drill sets {name} itself.")
+    return name, value
+
+
 class _Alert:
     """The synthetic alert, from its beginning to its end."""
 
-    def __init__(self, api: Alertmanager, run: str, identifier: str, *, people: bool) -> None:
+    def __init__(
+        self,
+        api: Alertmanager,
+        run: str,
+        identifier: str,
+        *,
+        people: bool,
+        labels: dict[str, str],
+    ) -> None:
         self.api = api
         self.run = run
         self.people = people
         self._identifier = identifier
+        self._labels = labels
         self._starts_at = datetime.now(UTC)
 
     def begin(self, seconds: float) -> None:
@@ -130,6 +156,7 @@ class _Alert:
         self.api.give(
             {
                 "labels": {
+                    **self._labels,
                     "alertname": DRILL_ALERT,
                     # What is an info is told to nobody; the trainer's route looks at `action`.
                     "severity": "critical" if self.people else "info",

@@ -197,6 +197,23 @@ class TestFine:
         assert state_of("guard", done).startswith("ok")
         assert len(deployment.told()) == before
 
+    def test_routes_that_ask_for_another_label(self, deployment: Deployment) -> None:
+        """As prometheus-operator makes them, with its matcher on `namespace` above all of ours."""
+
+        def operators(config: dict[str, Any]) -> None:
+            ours = {**config["route"], "matchers": ['namespace="training"']}
+            config["receivers"].append({"name": "nobody"})
+            config["route"] = {"receiver": "nobody", "routes": [ours]}
+
+        port = int(deployment.receiver.address.rpartition(":")[2])
+        with alertmanager(deployment.folder, "operator", operators, port, deployment.chat) as url:
+            without = deployment.drill(SHORT, "--no-people", alertmanager=url)
+            with_it = deployment.drill("--no-people", alertmanager=url, label="namespace=training")
+        assert without.returncode == 1
+        assert state_of("delivery", without).startswith("failed")
+        assert with_it.returncode == 0, with_it.stdout + with_it.stderr
+        assert state_of("guard", with_it).startswith("ok")
+
 
 class TestBroken:
     def test_alertmanager_is_down(self, deployment: Deployment) -> None:
@@ -321,6 +338,10 @@ class TestBroken:
     def test_wrong_settings_are_2(self, deployment: Deployment) -> None:
         assert deployment.drill(alertmanager="localhost:9093").returncode == 2
         assert deployment.drill(config=deployment.folder / "none.yml").returncode == 2
+        for label in ("namespace", "name space=x", "run=other"):
+            refused = deployment.drill(label=label)
+            assert refused.returncode == 2
+            assert f"--label {label}" in refused.stderr
 
 
 def test_people_heard_of_no_end(deployment: Deployment) -> None:

@@ -24,6 +24,7 @@ import yaml
 
 from deploy.demo.servers import REPOSITORY, Server, binary, free_port, running
 from deploy.demo.stack import SPEEDUP, render_alertmanager
+from tests.alerting.mailbox import MAIL_SECRET, Mailbox
 from tests.alerting.test_store import rows
 from tests.integration.scene import Scene
 from tests.integration.trainer import RUN
@@ -38,12 +39,14 @@ class Pair:
         servers: all six, by name and number.
         urls: likewise.
         databases: the receivers', likewise.
+        mailbox: people's.
     """
 
     scene: Scene
     servers: dict[str, Server]
     urls: dict[str, str]
     databases: dict[str, Path]
+    mailbox: Mailbox
 
     def kill(self, name: str) -> Pair:
         """Kill one; the pair as it is without it."""
@@ -51,12 +54,12 @@ class Pair:
         left = {key: value for key, value in self.servers.items() if key != name}
         answers = next(key for key in left if key.startswith("prometheus"))
         urls = self.scene.stack.urls | {"prometheus": self.urls[answers]}
-        return Pair(
+        return dataclasses.replace(
+            self,
             scene=dataclasses.replace(
                 self.scene, stack=dataclasses.replace(self.scene.stack, urls=urls)
             ),
             servers=left,
-            urls=self.urls,
             databases={key: value for key, value in self.databases.items() if key != name},
         )
 
@@ -105,7 +108,13 @@ class Pair:
 
 
 @pytest.fixture
-def pair(scene: Scene) -> Iterator[Pair]:
+def mailbox() -> Iterator[Mailbox]:
+    with Mailbox().serving() as mailbox:
+        yield mailbox
+
+
+@pytest.fixture
+def pair(scene: Scene, mailbox: Mailbox) -> Iterator[Pair]:
     """Two of each, running and healthy, from the shipped files."""
     stack, folder = scene.stack, scene.stack.database.parent
     names = ("prometheus", "alertmanager", "receiver")
@@ -138,7 +147,7 @@ def pair(scene: Scene) -> Iterator[Pair]:
         bots=True,
         second_receiver=int(at["receiver-1"].rpartition(":")[2]),
     )
-    write("pair", config)
+    write("pair", with_mail(config, mailbox, folder / "smtp-password"))
     databases = {f"receiver-{n}": folder / f"pair-{n}.sqlite" for n in range(2)}
     commands: dict[str, list[str | Path]] = {}
     for n in range(2):
@@ -177,10 +186,26 @@ def pair(scene: Scene) -> Iterator[Pair]:
         for name, server in servers.items():
             ready = f"{urls[name]}/{'readyz' if name in databases else '-/ready'}"
             server.wait_for(lambda url=ready: requests.get(url, timeout=2).ok, "an answer")  # type: ignore[misc]
-        made = Pair(scene=scene, servers=servers, urls=urls, databases=databases)
+        made = Pair(scene=scene, servers=servers, urls=urls, databases=databases, mailbox=mailbox)
         for n in range(2):
             scene.wait(lambda n=n: is_in_touch(made, n), "the servers to find each other")  # type: ignore[misc]
         yield made
+
+
+def with_mail(config: dict[str, Any], mailbox: Mailbox, password: Path) -> dict[str, Any]:
+    """People told by email too, as in the shipped file."""
+    shipped = yaml.safe_load((REPOSITORY / "alerting" / "alertmanager-pair.yml").read_text())
+    password.write_text(MAIL_SECRET)
+    config["global"] = shipped["global"] | {
+        "smtp_smarthost": f"127.0.0.1:{mailbox.port}",
+        "smtp_auth_password_file": str(password),
+        "smtp_require_tls": False,  # loopback, and the mailbox has no certificate
+    }
+    for told, own in zip(config["receivers"], shipped["receivers"], strict=True):
+        assert told["name"] == own["name"]
+        if "email_configs" in own:
+            told["email_configs"] = own["email_configs"]
+    return config
 
 
 def is_in_touch(pair: Pair, number: int) -> bool:
@@ -243,6 +268,7 @@ def test_one_rollback_told_once(pair: Pair, killed: str, when: str) -> None:
     scene.wait(lambda: told(f"run {RUN} was rolled back"), "the outcome by the bot", timeout=60)
     scene.wait(lambda: told(rf"\d firing.*: run {RUN}"), "the alert by the bot", timeout=60)
     scene.wait(scene.messages, "people's message by Slack", timeout=60)
+    scene.wait(lambda: pair.mailbox.mails, "people's email", timeout=60)
     scene.wait_until_healthy_again(rollback)
     # One that came too late was refused by the trainer, which saw no bad step any more.
     scene.wait(
