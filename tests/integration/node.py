@@ -105,7 +105,8 @@ class Page:
     def wait_for_more(self, scrapes: int) -> int:
         """Until it was scraped so often again; the last number."""
         goal = self.count + scrapes
-        wait_for(lambda: self.count >= goal, f"{scrapes} scrapes", 180)
+        patience = 180 + 2 * scrapes * SCRAPE_SECONDS
+        wait_for(lambda: self.count >= goal, f"{scrapes} scrapes", patience)
         return goal
 
     def samples(self, after: int, until: int) -> set[Sample]:

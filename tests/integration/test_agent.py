@@ -25,7 +25,8 @@ from tests.integration.node import AGENT, NODE, Centre, Page, environment, liste
 from tests.integration.scene import Scene
 from tests.integration.trainer import RUN
 
-OUTAGE_SCRAPES = 40
+# Five a second. An outage of three minutes: ACT_OUTAGE_SCRAPES=900.
+OUTAGE_SCRAPES = int(os.environ.get("ACT_OUTAGE_SCRAPES", "40"))
 VMAGENT_CRASH_SECONDS = 3.0
 """docs/agent.md: one block of a second that was on its way, and the last two seconds; and one more,
 since here an agent waits for a processor that others use."""
