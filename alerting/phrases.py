@@ -216,6 +216,7 @@ ALERTS_ZH: dict[str, tuple[str, str]] = {
     "ActExporterDown": (r"at (\S+) does", "导出器 {value} 没有响应"),
     "ActTrainerStalled": (r"no step for (.+)$", "已有 {value} 没有完成任何一步"),
     "ActExporterAbsent": ("", "Prometheus 没有任何 act-exporter 采集目标"),
+    "ActNodeGone": (r"node of (\S+) for", "节点 {value} 已没有任何数据"),
     "ActHooksSilent": ("", "被监视的层没有运行"),
     "ActExporterErrors": (r'in stage "(.+)"', "导出器在 {value} 阶段出错"),
     "ActOverheadHigh": (r"costs (\S+) of", "监视耗时占训练时间的 {value}"),

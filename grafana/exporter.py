@@ -89,14 +89,14 @@ def _state() -> list[stat.Panel]:
 
 
 def _up() -> statetimeline.Panel:
-    watchers = "act-exporter|act-receiver|alertmanager|prometheus"
+    watchers = "act-exporter|act-receiver|alertmanager|prometheus|node-exporter"
     return timeline(
         "Who answers Prometheus",
         "A row a target: green while it answers. A red trainer is a crash or a run that has ended; "
         "without the receiver nobody makes checkpoints or rolls back at an alert.",
         query(f'up{{job=~"{watchers}"}}', "{{job}} {{instance}}"),
         meanings={0: ("away", "red"), 1: ("answers", "green")},
-        alerts=["ActExporterDown", "ActReceiverDown", "ActExporterAbsent"],
+        alerts=["ActExporterDown", "ActReceiverDown", "ActExporterAbsent", "ActNodeGone"],
     )
 
 

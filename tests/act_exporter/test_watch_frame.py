@@ -41,6 +41,7 @@ LEFT_TO_PROMETHEUS = {
     "ActThresholdsDiffer": "the trainer's own numbers are what is judged by here",
     "ActExporterDown": "said in the headline, at once",
     "ActExporterAbsent": "a list of targets",
+    "ActNodeGone": "a list of targets",
     "ActReceiverDown": "the receiver's own",
     "ActNotificationsFailing": "Alertmanager's own",
     "ActMessagesFailing": "the receiver's own",

@@ -57,6 +57,7 @@ RECEIVERS = {
     "ActUpdatesLost": "people",
     "ActDiagnosis": "people",
     "ActExporterAbsent": "people",
+    "ActNodeGone": "people",
     "ActHooksSilent": "people",
     "ActExporterErrors": "people",
     "ActOverheadHigh": "people",

