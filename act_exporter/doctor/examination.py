@@ -14,6 +14,7 @@ from act_exporter.doctor.checks import CHECKS
 from act_exporter.doctor.finding import Finding, NeedsMoreError
 from act_exporter.doctor.report import Report
 from act_exporter.doctor.subject import Batch, Subject
+from act_exporter.exceptions import one_line
 
 _log = logging.getLogger(__name__)
 
@@ -63,12 +64,13 @@ def examine(
         except Exception as error:
             # One check that a model of an unforeseen kind breaks must not cost the others.
             _log.debug("check %s failed", name, exc_info=True)
-            not_run[name] = f"failed: {type(error).__name__}: {error}"
+            not_run[name] = f"failed: {one_line(error)}"
     return Report(
         findings=tuple(sorted(findings, key=lambda finding: finding.rank)),
         not_run=not_run,
         checks=tuple(map(_name, CHECKS)),
         profile=tuple(subject.plain.seen),
+        error=None if subject.plain.error is None else one_line(subject.plain.error),
     )
 
 
