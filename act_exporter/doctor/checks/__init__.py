@@ -9,5 +9,19 @@ which raises `NeedsMoreError` where something was not given.
 
 from types import ModuleType
 
-CHECKS: tuple[ModuleType, ...] = ()
+from act_exporter.doctor.checks import (
+    initialisation,
+    normalisation,
+    precision,
+    quantisation,
+    unexamined,
+)
+
+CHECKS: tuple[ModuleType, ...] = (
+    initialisation,
+    normalisation,
+    precision,
+    quantisation,
+    unexamined,
+)
 """In the order of the path from data to weights, in which a person would walk it."""
