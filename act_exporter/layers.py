@@ -149,6 +149,11 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield clean, module
 
 
+def find_blocks(model: nn.Module) -> list[str]:
+    """Names of the blocks of `model`, the modules of one class that follow each other; or none."""
+    return _blocks(dict(named_modules(model)))
+
+
 def _unwrapped(module: nn.Module) -> nn.Module:
     """The module that a user wrote, without what was put around it."""
     while True:

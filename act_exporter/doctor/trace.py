@@ -125,14 +125,18 @@ def traced(model: nn.Module, forward: Callable[[], Any], look: Look | None = Non
 
 def first_float(found: Any) -> torch.Tensor | None:
     """The first floating-point tensor in arguments or in a module's output."""
-    if isinstance(found, torch.Tensor):
-        return found if found.is_floating_point() and found.numel() else None
-    inside: Any = ()
-    if isinstance(found, Mapping):
-        inside = found.values()
+    return next(floats(found), None)
+
+
+def floats(found: Any) -> Iterator[torch.Tensor]:
+    """All floating-point tensors that have elements, in arguments or in a module's output."""
+    if isinstance(found, torch.Tensor) and found.is_floating_point() and found.numel():
+        yield found
+    elif isinstance(found, Mapping):
+        yield from floats(list(found.values()))
     elif isinstance(found, tuple | list):
-        inside = found
-    return next((t for t in map(first_float, inside) if t is not None), None)
+        for inside in found:
+            yield from floats(inside)
 
 
 def _statistics(place: Place, tensor: torch.Tensor) -> Seen:
