@@ -13,6 +13,9 @@ Severity = Literal["critical", "warning", "info"]
 
 SEVERITIES: tuple[Severity, ...] = ("critical", "warning", "info")
 
+CERTAIN = 1e9
+"""Strength of what is no matter of degree, a NaN among the weights for one."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
