@@ -9,5 +9,7 @@ which raises `NeedsMoreError` where something was not given.
 
 from types import ModuleType
 
-CHECKS: tuple[ModuleType, ...] = ()
+from act_exporter.doctor.checks import clipping, data, gradients, learning_rate, optimizer_state
+
+CHECKS: tuple[ModuleType, ...] = (data, gradients, clipping, learning_rate, optimizer_state)
 """In the order of the path from data to weights, in which a person would walk it."""
