@@ -203,7 +203,7 @@ class TestMistakes:
 
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A guarded run of the user's model, whose step 3 was bad: its down is NaN from then on."""
+    """A guarded run of the user's model: step 3 was bad, and after 4 its down has a NaN."""
     folder = tmp_path_factory.mktemp("run")
     names: dict[str, type[nn.Module]] = {}
     exec(USERS_MODULE, names)
@@ -225,9 +225,10 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         optimizer.step()
         optimizer.zero_grad()
         if step == 3:
+            detector.see_bad()
+        if step == 4:
             with torch.no_grad():
                 model.down.weight[0, 0] = torch.nan
-            detector.see_bad()
     return folder
 
 
@@ -242,7 +243,6 @@ class TestAfterAnAlert:
             checkpoint = run_folder / "checkpoints" / name
             batch = run_folder / self.BATCH
             done = doctor(
-                folder,
                 "mine:of_loader",
                 "--checkpoint",
                 checkpoint,
@@ -251,11 +251,11 @@ class TestAfterAnAlert:
                 "--json",
                 "-",
             )
+            assert done.exit_code == (when == "after"), done.output
             said = json.loads(done.stdout)
             assert said["profile"][0]["shape"] == [2, 4], "the batch of the file"
             found = {(one["fault"], one["layer"]) for one in said["findings"]}
             assert (("nonfinite-weight", "down") in found) is (when == "after")
-            assert done.exit_code == (when == "after"), done.stderr
 
     def test_a_function_that_takes_no_batch_gets_the_files_in_its_place(self, folder: Path) -> None:
         torch.save(torch.full((7, 4), 2.0), folder / "seven.pt")
