@@ -47,7 +47,7 @@ _ALL, _HALF = 0.8, 0.5
 _COLLAPSED = 0.1
 
 _CHANGE = (
-    "norm query and key (QK-norm: act_exporter.doctor.remedies), or bring this layer's weights back"
+    "norm query and key (act_exporter.doctor.remedies.add_norm), or bring this layer's weights back"
     " to the scale of its like, and lower the learning rate that made them grow"
 )
 
