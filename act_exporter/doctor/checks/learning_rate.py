@@ -37,8 +37,8 @@ FAULTS = {
 
 _TRIAL = 12
 
-# By as much as the loss was at the start: at rates that train the small models of all kinds that were
-# tried it rises by 0.1 of that at most, and by 0.8 and more at a hundred times those rates.
+# By as much as the loss was at the start: at rates that train small models (transformers, a CNN, an
+# MLP: measured) it rises by 0.1 of that at most, and by 0.8 and more at a hundred times those rates.
 _RISEN, _RISING = 1.0, 0.5
 _RISEN_STRENGTH = 10.0
 # What a lower rate must come to for it to be the rate's fault.
@@ -171,8 +171,8 @@ def _too_high(
         else:
             return  # not the rate's fault
         what = (
-            f"{_TRIAL} steps at the peak rate of {peak:.3g} raise the loss from {min(trial.losses):.3g}"
-            f" to {max(trial.losses):.3g}; at {peak * factor:.3g} they do not."
+            f"{_TRIAL} steps at the peak rate of {peak:.3g} raise the loss from"
+            f" {min(trial.losses):.3g} to {max(trial.losses):.3g}; at {peak * factor:.3g} they do not."
         )
         # Other causes of a rise are measured where they are; of two, theirs comes first.
         strength = min(rise / _RISING, _RISEN_STRENGTH)
