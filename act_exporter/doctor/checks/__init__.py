@@ -9,5 +9,7 @@ which raises `NeedsMoreError` where something was not given.
 
 from types import ModuleType
 
-CHECKS: tuple[ModuleType, ...] = ()
+from act_exporter.doctor.checks import attention, linear_attention, profile
+
+CHECKS: tuple[ModuleType, ...] = (profile, linear_attention, attention)
 """In the order of the path from data to weights, in which a person would walk it."""
