@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from act_exporter.doctor.checks import CHECKS
-from act_exporter.doctor.finding import Finding, NeedsMoreError
+from act_exporter.doctor.finding import Finding, NeedsMoreError, UnusableBatchError
 from act_exporter.doctor.report import Report
 from act_exporter.doctor.subject import Batch, Subject
 
@@ -53,11 +53,17 @@ def examine(
     subject = Subject(model, batch, optimizer, scheduler, scaler, batches, train_step)
     findings: list[Finding] = []
     not_run: dict[str, str] = {}
+    unusable: str | None = None
     for module in CHECKS:
         name = _name(module)
+        if unusable is not None:
+            not_run[name] = unusable
+            continue
         on_check(name)
         try:
-            findings += module.check(subject)
+            findings += module.check(subject)  # what it yields before it raises counts
+        except UnusableBatchError as error:
+            unusable = f"needs {error}"
         except NeedsMoreError as error:
             not_run[name] = f"needs {error}"
         except Exception as error:
@@ -68,7 +74,7 @@ def examine(
         findings=tuple(sorted(findings, key=lambda finding: finding.rank)),
         not_run=not_run,
         checks=tuple(map(_name, CHECKS)),
-        profile=tuple(subject.plain.seen),
+        profile=tuple(subject.plain.seen) if unusable is None else (),
     )
 
 
