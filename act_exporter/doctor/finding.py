@@ -53,3 +53,7 @@ class Finding:
 
 class NeedsMoreError(ActExporterError):
     """A check cannot run with what was given; its message says what it needs: "an optimizer"."""
+
+
+class UnusableBatchError(NeedsMoreError):
+    """No forward can be run with the batch, and so no other check; the message is alike."""

@@ -10,17 +10,27 @@ which raises `NeedsMoreError` where something was not given.
 from types import ModuleType
 
 from act_exporter.doctor.checks import (
+    clipping,
+    data,
+    gradients,
     initialisation,
+    learning_rate,
     normalisation,
+    optimizer_state,
     precision,
     quantisation,
     unexamined,
 )
 
 CHECKS: tuple[ModuleType, ...] = (
+    data,
     initialisation,
     normalisation,
+    gradients,
+    clipping,
+    learning_rate,
     precision,
+    optimizer_state,
     quantisation,
     unexamined,
 )
