@@ -38,7 +38,7 @@ _PLAINLY = 30.0
 # or a norm hides that and the attention's logits are 25 times as large.
 _LOUD = 5.0
 
-# Embeddings start between 0.02 (GPT-2, BERT) and 1 (torch, T5); a trained T5's are about 20.
+# Embeddings start between 0.02 (GPT-2, BERT) and 1 (torch, T5), and may grow in training.
 _LOUD_TABLE = 30.0
 
 # A layer bears its weight out when it amplifies so many times more than its like; chance and the

@@ -19,7 +19,7 @@ from torch import nn
 
 from act_exporter.doctor.epsilon import small_epsilons
 from act_exporter.doctor.finding import Finding
-from act_exporter.doctor.matrices import kind, rms
+from act_exporter.doctor.gains import loud_gains
 from act_exporter.doctor.norms import Block, norms, same, stacks
 from act_exporter.doctor.subject import Subject
 from act_exporter.doctor.trace import Place, Trace
@@ -30,14 +30,6 @@ FAULTS = {
     "small-epsilon": "A norm's epsilon does not keep it from dividing by next to nothing.",
     "norm-order": "Whether blocks norm what they take (pre-norm) or what they give (post-norm).",
 }
-
-# Gains start at 1, and a trained norm's RMS is seldom above 8; the logits of an attention go with
-# its square: at 8 they are 64 times as large, at 30 900 times, and one key takes all.
-_LOUD = 8.0
-_DEAFENING = 30.0
-
-# Norms whose weight is their gain; others may keep it otherwise.
-_TORCH = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm)
 
 _ORDERS = {
     "pre": "norm what they take (pre-norm)",
@@ -73,7 +65,7 @@ def check(subject: Subject) -> Iterator[Finding]:
         *(f for stack in found for f in _no_final(stack, trace, known)),
     ]
     yield from missing[:1]
-    yield from _gains(known, trace)
+    yield from loud_gains(known, trace)
     yield from small_epsilons(subject, known)
     yield from _order([block for stack in found for block in stack])
 
@@ -220,59 +212,6 @@ def _no_final(
         evidence={"growth": growth, "output_rms": last.last.rms},
         strength=max(1.0, growth / _GROWN),
     )
-
-
-def _gains(known: Mapping[str, nn.Module], trace: Trace) -> Iterator[Finding]:
-    gains = _measured_gains(known, trace)
-    if not gains:
-        return
-    usual = median(gains.values())
-    # Against the norms for the same place, or all: of one of these it is the odd one out. All may
-    # be too loud as well; they start at 1, and smaller ones make none of them loud.
-    by = {name: max(1.0, min(_usual(name, gains), usual)) for name in gains}
-    if usual >= _LOUD:
-        by = dict.fromkeys(gains, 1.0)
-    worst = max(gains, key=lambda name: gains[name] / by[name])
-    times = gains[worst] / by[worst]
-    if times < _LOUD:
-        return
-    yield Finding(
-        fault="large-gain",
-        severity="critical" if times >= _DEAFENING else "warning",
-        layer=worst,
-        what=f"The gain of {worst} is {gains[worst]:.3g} (RMS), the median norm's {usual:.3g}.",
-        change="Start gains at 1 or less (act_exporter.doctor.remedies.set_gains), and keep weight"
-        " decay on them if they grow.",
-        why="A norm's output is as loud as its gain, whatever comes in, and logits of an attention"
-        " go with its square.",
-        evidence={
-            "gain": gains[worst],
-            "median_gain": usual,
-            "other_norms": sum(gains[name] / by[name] >= _LOUD for name in gains) - 1,
-        },
-        strength=times / (_DEAFENING if times >= _DEAFENING else _LOUD),
-    )
-
-
-def _usual(name: str, gains: Mapping[str, float]) -> float:
-    others = [gain for other, gain in gains.items() if other != name and kind(other) == kind(name)]
-    return median_low(others or [gain for other, gain in gains.items() if other != name] or [1.0])
-
-
-def _measured_gains(known: Mapping[str, nn.Module], trace: Trace) -> dict[str, float]:
-    """RMS of each norm's gain; of those that are not torch's, of the output if that is larger.
-
-    A Gemma's weight is the gain less 1. A norm puts out its gain, or less by its epsilon.
-    """
-    gains: dict[str, float] = {}
-    for name, module in known.items():
-        weight = getattr(module, "weight", None)
-        if isinstance(weight, torch.Tensor):
-            gains[name] = rms(weight)
-    for seen in trace.outputs():
-        if seen.layer in known and not isinstance(seen.place.module, _TORCH):
-            gains[seen.layer] = max(seen.rms, gains.get(seen.layer, 0.0))
-    return gains
 
 
 def _order(blocks: Sequence[Block]) -> Iterator[Finding]:
