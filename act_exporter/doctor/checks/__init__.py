@@ -10,14 +10,17 @@ which raises `NeedsMoreError` where something was not given.
 from types import ModuleType
 
 from act_exporter.doctor.checks import (
+    attention,
     clipping,
     data,
     gradients,
     initialisation,
     learning_rate,
+    linear_attention,
     normalisation,
     optimizer_state,
     precision,
+    profile,
     quantisation,
     unexamined,
 )
@@ -26,6 +29,9 @@ CHECKS: tuple[ModuleType, ...] = (
     data,
     initialisation,
     normalisation,
+    profile,
+    linear_attention,
+    attention,
     gradients,
     clipping,
     learning_rate,
