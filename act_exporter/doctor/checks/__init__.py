@@ -14,20 +14,30 @@ from act_exporter.doctor.checks import (
     clipping,
     data,
     gradients,
+    initialisation,
     learning_rate,
     linear_attention,
+    normalisation,
     optimizer_state,
+    precision,
     profile,
+    quantisation,
+    unexamined,
 )
 
 CHECKS: tuple[ModuleType, ...] = (
     data,
+    initialisation,
+    normalisation,
     profile,
     linear_attention,
     attention,
     gradients,
     clipping,
     learning_rate,
+    precision,
     optimizer_state,
+    quantisation,
+    unexamined,
 )
 """In the order of the path from data to weights, in which a person would walk it."""
