@@ -14,6 +14,8 @@ from act_exporter.doctor.checks import CHECKS
 from act_exporter.doctor.finding import Finding, NeedsMoreError, UnusableBatchError
 from act_exporter.doctor.report import Report
 from act_exporter.doctor.subject import Batch, Subject
+from act_exporter.doctor.trace import Trace
+from act_exporter.exceptions import one_line
 
 _log = logging.getLogger(__name__)
 
@@ -69,12 +71,15 @@ def examine(
         except Exception as error:
             # One check that a model of an unforeseen kind breaks must not cost the others.
             _log.debug("check %s failed", name, exc_info=True)
-            not_run[name] = f"failed: {type(error).__name__}: {error}"
+            not_run[name] = f"failed: {one_line(error)}"
+    # Of a batch that no forward takes there is none to look at.
+    plain = subject.plain if unusable is None else Trace()
     return Report(
         findings=tuple(sorted(findings, key=lambda finding: finding.rank)),
         not_run=not_run,
         checks=tuple(map(_name, CHECKS)),
-        profile=tuple(subject.plain.seen) if unusable is None else (),
+        profile=tuple(plain.seen),
+        error=None if plain.error is None else one_line(plain.error),
     )
 
 

@@ -116,6 +116,10 @@ def traced(model: nn.Module, forward: Callable[[], Any], look: Look | None = Non
         for name, module in named_modules(model):
             for handle in hooks(name, module):
                 stack.callback(handle.remove)
+        # In eval mode torch's own encoder would run its layers in one piece, without their modules.
+        fast = torch.backends.mha.get_fastpath_enabled()
+        stack.callback(torch.backends.mha.set_fastpath_enabled, fast)
+        torch.backends.mha.set_fastpath_enabled(False)
         try:
             trace.output = forward()
         except Exception as error:
