@@ -37,8 +37,8 @@ FAULTS = {
 
 _TRIAL = 12
 
-# By as much as the loss was at the start: at rates that train small models (transformers, a CNN, an
-# MLP: measured) it rises by 0.1 of that at most, and by 0.8 and more at a hundred times those rates.
+# By as much as the loss was at the start: at rates that train small models (transformers, CNN, MLP:
+# measured) it rises by 0.1 of that at most, and by 0.8 and more at a hundred times those rates.
 _RISEN, _RISING = 1.0, 0.5
 _RISEN_STRENGTH = 10.0
 # What a lower rate must come to for it to be the rate's fault.
@@ -49,9 +49,9 @@ _LOWER = (0.1, 0.01, 1e-3)
 _OVER_USUAL = 10.0
 
 # Adam knows the size of gradients after 2 / (1 - beta2) steps, and large runs warm up over one in a
-# hundred of all. A hundredth and a tenth of these are no warm-up any more.
+# hundred of all. A hundredth and a half of these are no warm-up any more.
 _ADAM, _NOT_ADAM = 2.0, 0.01
-_SHARE, _NOT_SHARE = 0.01, 0.001
+_SHARE, _NOT_SHARE = 0.01, 0.005
 
 # One step may raise the rate by this share of the peak; a short linear warm-up takes a third.
 _JUMP = 0.5
@@ -172,7 +172,7 @@ def _too_high(
             return  # not the rate's fault
         what = (
             f"{_TRIAL} steps at the peak rate of {peak:.3g} raise the loss from"
-            f" {min(trial.losses):.3g} to {max(trial.losses):.3g}; at {peak * factor:.3g} they do not."
+            f" {min(trial.losses):.3g} to {max(trial.losses):.3g}; at {peak * factor:.3g} not."
         )
         # Other causes of a rise are measured where they are; of two, theirs comes first.
         strength = min(rise / _RISING, _RISEN_STRENGTH)
@@ -224,7 +224,7 @@ def _warmup(
     if schedule.total is not None:
         needed = min(needed, _SHARE * schedule.total)
         none = min(none, _NOT_SHARE * schedule.total)
-    if steps > max(none, 1):
+    if steps > max(none, 1) and schedule.rates[0] < _JUMP:
         return
     share = f" of {schedule.total}" if schedule.total is not None else ""
     yield Finding(
