@@ -73,7 +73,7 @@ def _meet(subject: Subject, known: Mapping[str, nn.Module]) -> dict[str, _Met]:
         if place.side == "output":
             one = met.get(place.layer)
             if one is not None and one.finite and not finite:
-                one.broke = one.broke or _gain_is_finite(place.module)
+                one.broke |= _gain_is_finite(place.module)
             return
         smallest = _smallest(place.module, values)
         one = met.setdefault(
@@ -120,6 +120,8 @@ def _epsilon(module: nn.Module) -> float | None:
 
 
 def _survives_zeros(one: _Met) -> bool:
+    if not _gain_is_finite(one.module):
+        return True  # no epsilon helps
     with torch.no_grad():
         try:
             out = one.module.forward(one.like)

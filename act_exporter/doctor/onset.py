@@ -35,11 +35,11 @@ class Onset:
     @property
     def where(self) -> str:
         """In words."""
-        own = self.layer or "the model's own forward"
+        own = self.layer or "the model"
         if not self.parts:
             return f"in {own}"
-        after = f", after {self.before.layer}" if self.before else ""
-        return f"in {own} itself{after} (a residual sum, say)"
+        after = f" after {self.before.layer}" if self.before else ""
+        return f"in {own}'s own code{after}, by a sum or product"
 
 
 def first_nonfinite(trace: Trace, plain: Trace | None = None) -> Onset | None:

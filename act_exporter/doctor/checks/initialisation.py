@@ -9,7 +9,7 @@ Zhang et al. 2019 (arXiv:1901.09321) on why depth asks for it.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median, median_low
@@ -38,7 +38,7 @@ _PLAINLY = 30.0
 # or a norm hides that and the attention's logits are 25 times as large.
 _LOUD = 5.0
 
-# Embeddings start between 0.02 (GPT-2, BERT) and 1 (torch, T5); a trained T5's are about 20.
+# Embeddings start between 0.02 (GPT-2, BERT) and 1 (torch, T5), and may grow in training.
 _LOUD_TABLE = 30.0
 
 # A layer bears its weight out when it amplifies so many times more than its like; chance and the
@@ -243,9 +243,11 @@ def _depth_scaling(model: nn.Module, found: Sequence[Matrix]) -> Iterator[Findin
             ]
             if own.layer in residual and peers:
                 ratios.append(own.rms / median(peers))
-    if len(blocks) < 2 or not ratios:
+    # Of encoder and decoder each has a stream of its own.
+    depth = max(Counter(block.rpartition(".")[0] for block in blocks).values(), default=0)
+    if depth < 2 or not ratios:
         return
-    ratio, asked = median(ratios), (2 * len(blocks)) ** -0.5
+    ratio, asked = median(ratios), (2 * depth) ** -0.5
     scaled = ratio <= 1.25 * asked
     first = next(m.layer for m in found if m.layer in residual)
     yield Finding(
@@ -253,11 +255,11 @@ def _depth_scaling(model: nn.Module, found: Sequence[Matrix]) -> Iterator[Findin
         severity="info",
         layer=first,
         what=f"Projections into the residual stream are {ratio:.2f} of their like; 1 / sqrt(2 x"
-        f" {len(blocks)} blocks) is {asked:.2f}: {'scaled' if scaled else 'not scaled'} for depth.",
+        f" {depth} blocks) is {asked:.2f}: {'scaled' if scaled else 'not scaled'} for depth.",
         change="Nothing."
         if scaled
         else "If the residual stream grows too much with depth, start them smaller by that factor"
         " (act_exporter.doctor.remedies).",
         why="2 N sublayers add to the stream; at 1 / sqrt(2 N) each they add as much as one would.",
-        evidence={"times_their_like": ratio, "asked_for_by_depth": asked, "blocks": len(blocks)},
+        evidence={"times_their_like": ratio, "asked_for_by_depth": asked, "blocks": depth},
     )

@@ -9,6 +9,7 @@ the dtype that the norm reckons in, which is tried, and by the smallest variance
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median, median_low
@@ -18,7 +19,7 @@ from torch import nn
 
 from act_exporter.doctor.epsilon import small_epsilons
 from act_exporter.doctor.finding import Finding
-from act_exporter.doctor.matrices import kind, rms
+from act_exporter.doctor.gains import loud_gains
 from act_exporter.doctor.norms import Block, norms, same, stacks
 from act_exporter.doctor.subject import Subject
 from act_exporter.doctor.trace import Place, Trace
@@ -29,14 +30,6 @@ FAULTS = {
     "small-epsilon": "A norm's epsilon does not keep it from dividing by next to nothing.",
     "norm-order": "Whether blocks norm what they take (pre-norm) or what they give (post-norm).",
 }
-
-# Gains start at 1, and a trained norm's RMS is seldom above 8; the logits of an attention go with
-# its square: at 8 they are 64 times as large, at 30 900 times, and one key takes all.
-_LOUD = 8.0
-_DEAFENING = 30.0
-
-# Norms whose weight is their gain; others may keep it otherwise.
-_TORCH = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm)
 
 _ORDERS = {
     "pre": "norm what they take (pre-norm)",
@@ -49,12 +42,14 @@ _ORDERS = {
 # Two sublayers without a norm make a stream about twice as loud where each adds as much as it gets.
 _GROWN = 5.0
 
-# A pre-norm stream grows with the root of the depth, 14 times over 100 blocks; without norms it
-# grows by a factor a block. At 100 the last block's input has nothing left of the first's.
-_RUNAWAY = 100.0
+# A pre-norm stream to which two sublayers a block add as much as it began with grows with the root
+# of the depth; without norms it grows by a factor a block. At ten times the root it has run away.
+_RUNAWAY = 10.0
 
-# A stack of fewer blocks does well without norms (Zhang et al. 2019 begin at 10 layers).
+# A stack of fewer feed-forward blocks does well without norms (Zhang et al. 2019 begin at 10
+# layers); no transformer does.
 _DEEP = 4
+_ATTENTION = re.compile("attn|attention", re.IGNORECASE)
 
 # An output that has its input in it correlates with it; of 1,000 elements chance makes 0.03.
 _RESIDUAL = 0.1
@@ -70,7 +65,7 @@ def check(subject: Subject) -> Iterator[Finding]:
         *(f for stack in found for f in _no_final(stack, trace, known)),
     ]
     yield from missing[:1]
-    yield from _gains(known, trace)
+    yield from loud_gains(known, trace)
     yield from small_epsilons(subject, known)
     yield from _order([block for stack in found for block in stack])
 
@@ -119,7 +114,10 @@ def _is_module(block: Block, path: str) -> bool:
 def _has_place(block: Block, norm: str) -> bool:
     """Whether the block has what the norm is a part of; another kind of layer has not."""
     parent = norm.rpartition(".")[0]
-    return not parent or _is_module(block, parent)
+    if not parent:
+        return True
+    # An identity, or a list of nothing, is the shortcut of a block that needs none.
+    return _is_module(block, parent) and any(block.module.get_submodule(parent).children())
 
 
 def _normed(block: Block, norm: str, trace: Trace, known: Mapping[str, nn.Module]) -> bool:
@@ -135,15 +133,16 @@ def _growth(block: Block) -> float:
 
 def _normless(stack: Sequence[Block], subject: Subject) -> Iterator[Finding]:
     """A deep residual stack without any norm inside its blocks."""
-    if len(stack) < _DEEP or any(block.norms for block in stack):
+    if any(block.norms for block in stack) or not (len(stack) >= _DEEP or _attends(stack[0])):
         return
     if not _is_residual(stack, subject):
         return
     first, last = stack[0].first.rms, stack[-1].last.rms
     growth = last / first if first else 1.0
+    usual = (1 + 2 * len(stack)) ** 0.5
     yield Finding(
         fault="missing-norm",
-        severity="critical" if growth >= _RUNAWAY else "warning",
+        severity="critical" if growth >= _RUNAWAY * usual else "warning",
         layer=stack[0].name,
         what=f"None of {len(stack)} residual blocks from {stack[0].name} on has a norm; the stream"
         f" grows {growth:.3g} times over them.",
@@ -151,8 +150,13 @@ def _normless(stack: Sequence[Block], subject: Subject) -> Iterator[Finding]:
         " (Fixup).",
         why="Without, each block multiplies the stream, and its gradient, by a factor.",
         evidence={"growth": growth, "blocks": len(stack)},
-        strength=max(1.0, growth / _RUNAWAY),
+        strength=max(1.0, growth / (_RUNAWAY * usual)),
     )
+
+
+def _attends(block: Block) -> bool:
+    parts = block.module.named_modules()
+    return any(_ATTENTION.search(name) or _ATTENTION.search(type(p).__name__) for name, p in parts)
 
 
 def _is_residual(stack: Sequence[Block], subject: Subject) -> bool:
@@ -208,59 +212,6 @@ def _no_final(
         evidence={"growth": growth, "output_rms": last.last.rms},
         strength=max(1.0, growth / _GROWN),
     )
-
-
-def _gains(known: Mapping[str, nn.Module], trace: Trace) -> Iterator[Finding]:
-    gains = _measured_gains(known, trace)
-    if not gains:
-        return
-    usual = median(gains.values())
-    # Against the norms for the same place, or all: of one of these it is the odd one out. All may
-    # be too loud as well; they start at 1, and smaller ones make none of them loud.
-    by = {name: max(1.0, min(_usual(name, gains), usual)) for name in gains}
-    if usual >= _LOUD:
-        by = dict.fromkeys(gains, 1.0)
-    worst = max(gains, key=lambda name: gains[name] / by[name])
-    times = gains[worst] / by[worst]
-    if times < _LOUD:
-        return
-    yield Finding(
-        fault="large-gain",
-        severity="critical" if times >= _DEAFENING else "warning",
-        layer=worst,
-        what=f"The gain of {worst} is {gains[worst]:.3g} (RMS), the median norm's {usual:.3g}.",
-        change="Start gains at 1 or less (act_exporter.doctor.remedies.set_gains), and keep weight"
-        " decay on them if they grow.",
-        why="A norm's output is as loud as its gain, whatever comes in, and logits of an attention"
-        " go with its square.",
-        evidence={
-            "gain": gains[worst],
-            "median_gain": usual,
-            "other_norms": sum(gains[name] / by[name] >= _LOUD for name in gains) - 1,
-        },
-        strength=times / (_DEAFENING if times >= _DEAFENING else _LOUD),
-    )
-
-
-def _usual(name: str, gains: Mapping[str, float]) -> float:
-    others = [gain for other, gain in gains.items() if other != name and kind(other) == kind(name)]
-    return median_low(others or [gain for other, gain in gains.items() if other != name] or [1.0])
-
-
-def _measured_gains(known: Mapping[str, nn.Module], trace: Trace) -> dict[str, float]:
-    """RMS of each norm's gain; of those that are not torch's, RMS of the output.
-
-    A Gemma's weight is the gain less 1. A norm puts out its gain, or less by its epsilon.
-    """
-    gains: dict[str, float] = {}
-    for name, module in known.items():
-        weight = getattr(module, "weight", None)
-        if isinstance(module, _TORCH) and isinstance(weight, torch.Tensor):
-            gains[name] = rms(weight)
-    for seen in trace.outputs():
-        if seen.layer in known and not isinstance(seen.place.module, _TORCH):
-            gains[seen.layer] = seen.rms
-    return gains
 
 
 def _order(blocks: Sequence[Block]) -> Iterator[Finding]:

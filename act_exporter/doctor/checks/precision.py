@@ -55,6 +55,8 @@ def check(subject: Subject) -> Iterator[Finding]:
     uses = own == torch.float16 or bool(subject.scaler is not None and subject.scaler.is_enabled())
     found = list(_fp16(subject, reference, own, uses))
     yield from found or _headroom(reference, uses)
+    if own == torch.float16:
+        return
     bf16 = subject.plain if own == torch.bfloat16 else autocast(subject, torch.bfloat16)
     if (onset := _broken(bf16, reference)) is not None:
         yield _overflow(onset, "bf16-overflow", "bfloat16", own == torch.bfloat16)

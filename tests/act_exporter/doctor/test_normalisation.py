@@ -97,6 +97,26 @@ def test_a_first_block_whose_input_is_normed_needs_none() -> None:
     assert [f.fault for f in findings(Embedded(), vectors())] == ["norm-order"]
 
 
+def test_a_shortcut_that_only_wider_blocks_have_is_no_missing_norm() -> None:
+    torch.manual_seed(0)
+    config = transformers.ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 16], depths=[2, 2], layer_type="basic"
+    )
+    model = transformers.ResNetForImageClassification(config)
+    found = findings(model, {"pixel_values": torch.randn(2, 3, 16, 16)})
+    assert [f.fault for f in found] == ["norm-order"]
+
+
+def test_a_transformer_without_norms_needs_no_depth_to_be_told() -> None:
+    model, batch = gpt2(layers=2)
+    for block in range(2):
+        for norm in ("ln_1", "ln_2"):
+            setattr(model.get_submodule(f"transformer.h.{block}"), norm, nn.Identity())
+    found = only(findings(model, batch), "missing-norm")
+    assert (found.severity, found.layer) == ("warning", "transformer.h.0")
+    assert "None of 2" in found.what
+
+
 def test_a_residual_stack_without_norms_is_critical_where_it_runs_away() -> None:
     calm = only(findings(Stack(6, order="none"), vectors()), "missing-norm")
     assert (calm.severity, calm.layer) == ("warning", "blocks.0")

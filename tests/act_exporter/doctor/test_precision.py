@@ -46,7 +46,7 @@ def loud() -> Stack:
 def test_the_first_layer_that_overflows_is_named() -> None:
     found = only(findings(loud(), vectors(), scaler=scaler()), "fp16-overflow")
     assert (found.severity, found.layer) == ("critical", "blocks.1.down")
-    assert "in blocks.1.down;" in found.what
+    assert "made in blocks.1.down;" in found.what
     assert float(found.evidence["largest_finite_before"]) < 10
 
 
@@ -92,7 +92,7 @@ class Residual(nn.Module):
 def test_the_sum_of_two_finite_operands_is_the_blocks() -> None:
     found = only(findings(Residual().half(), 3e4 + vectors(8).half()), "fp16-overflow")
     assert (found.severity, found.layer) == ("critical", "blocks.0")
-    assert "after blocks.0.mlp" in found.what
+    assert "in blocks.0's own code after blocks.0.mlp" in found.what
     assert found.evidence["largest_finite_before"] == pytest.approx(4e4, rel=1e-3)
     assert "residual stream" in found.change
 
