@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +14,8 @@ import torch
 from torch import nn
 
 from act_exporter.doctor.finding import NeedsMoreError
+from act_exporter.doctor.recorder import watched
+from act_exporter.doctor.step import Step
 from act_exporter.doctor.trace import Look, Trace, traced
 
 Batch = Any
@@ -20,6 +23,9 @@ Batch = Any
 
 # Dropout and sampled routes fall alike in all forwards that are compared.
 _SEED = 0
+
+# Enough to see what repeats and which lengths there are; a whole epoch would not fit.
+_BATCHES = 64
 
 
 @dataclass(frozen=True)
@@ -52,9 +58,45 @@ class Subject:
             look: called with each tensor as it is made.
         """
         given = self.batch if batch is None else batch
-        with self.kept(weights=False), torch.random.fork_rng(enabled=True):
-            torch.manual_seed(_SEED)
+        with self.kept(weights=False), self.seeded():
             return traced(self.model, lambda: called(self.model, given), look)
+
+    @cached_property
+    def step(self) -> Step:
+        """One training step: `train_step`, else a backward of the loss that the model returns.
+
+        Raises:
+            NeedsMoreError: neither can be had.
+        """
+        with self.kept(), self.seeded(), torch.enable_grad():
+            return watched(self.model, lambda: self.run_step(self.batch), self.scaler)
+
+    @cached_property
+    def more_batches(self) -> list[Batch]:
+        """The first of `batches`, which may be an iterator that can be read only once."""
+        return list(itertools.islice(self.batches or (), _BATCHES))
+
+    def run_step(self, batch: Batch) -> Any:
+        """Backward, clipping and the optimizer's step as the user has them, else a backward alone.
+
+        Inside `kept()` and `seeded()`.
+
+        Returns:
+            What `train_step` does, else the loss.
+        """
+        # Without the optimizer that it steps, its state could not be put back.
+        if self.train_step is not None and self.optimizer is not None:
+            return self.train_step(batch)
+        loss = self.loss(called(self.model, batch))
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    @contextlib.contextmanager
+    def seeded(self) -> Iterator[None]:
+        """The same random numbers each time, and torch's own as they were afterwards."""
+        with torch.random.fork_rng(enabled=True):
+            torch.manual_seed(_SEED)
+            yield
 
     def loss(self, output: Any) -> torch.Tensor:
         """The loss in a model's output.
@@ -86,6 +128,9 @@ class Subject:
         gradients = [(p, p.grad) for p in self.model.parameters()]
         for parameter, _ in gradients:
             parameter.grad = None  # the user's own are not added to
+        # GradScaler's own note of where in a step it is; a step that raised would leave it there.
+        stages = getattr(self.scaler, "_per_optimizer_states", {})
+        stages_before = dict(stages)
         modes = [(module, module.training) for module in self.model.modules()]
         try:
             yield
@@ -95,6 +140,8 @@ class Subject:
                     tensor.copy_(value)
             for own, state in states:
                 own.load_state_dict(state)
+            stages.clear()
+            stages.update(stages_before)
             for parameter, gradient in gradients:
                 parameter.grad = gradient
             for module, training in modes:

@@ -12,6 +12,7 @@ import argparse
 import logging
 import math
 import sysconfig
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -27,15 +28,18 @@ from alerting.recovery import TrainingGuard
 log = logging.getLogger("train")
 
 BYTES = 256  # the vocabulary: text is read as bytes
+FeatureMap = Callable[[torch.Tensor], torch.Tensor]
+FEATURE_MAPS: dict[str, FeatureMap] = {"exp": torch.exp}
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Attention(nn.Module):
-    """Causal self-attention."""
+    """Causal self-attention; with a feature map linear, else by a softmax."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, feature_map: FeatureMap | None = None) -> None:
         super().__init__()
         self.heads = heads
+        self.feature_map = feature_map
         self.qkv = nn.Linear(width, 3 * width)
         self.proj = nn.Linear(width, width)
 
@@ -43,7 +47,11 @@ class Attention(nn.Module):
         batch, length, width = x.shape
         split = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads)
         q, k, v = split.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        if self.feature_map is None:
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            # Divided by nothing, as it is often written down: see docs/doctor.md.
+            mixed = (self.feature_map(q) @ self.feature_map(k).mT).tril() @ v
         out: torch.Tensor = self.proj(mixed.transpose(1, 2).reshape(batch, length, width))
         return out
 
@@ -64,10 +72,10 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """A pre-norm transformer block."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, feature_map: FeatureMap | None = None) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(width)
-        self.attn = Attention(width, heads)
+        self.attn = Attention(width, heads, feature_map)
         self.norm2 = nn.LayerNorm(width)
         self.mlp = MLP(width)
 
@@ -80,23 +88,33 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """A decoder over bytes."""
 
-    def __init__(self, layers: int, width: int, heads: int, context: int) -> None:
+    def __init__(
+        self,
+        layers: int,
+        width: int,
+        heads: int,
+        context: int,
+        feature_map: FeatureMap | None = None,
+    ) -> None:
         super().__init__()
         self.embed = nn.Embedding(BYTES, width)
         self.position = nn.Parameter(torch.zeros(context, width))
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width, heads, feature_map) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, BYTES, bias=False)
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+        """The logits, (batch, context, bytes); with targets the loss."""
         x = self.embed(tokens) + self.position[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)
         logits: torch.Tensor = self.head(self.norm(x))
-        return logits
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 class Windows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -153,6 +171,17 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=8, help="default: %(default)s")
     parser.add_argument("--save-every", type=int, default=500, help="steps (default: %(default)s)")
     parser.add_argument(
+        "--feature-map",
+        choices=FEATURE_MAPS,
+        help="linear attention with this, unbounded and divided by nothing: see docs/doctor.md",
+    )
+    parser.add_argument(
+        "--save-batch-bytes",
+        type=int,
+        default=0,
+        help="save the batch of the first bad step, if it has no more bytes (default: never)",
+    )
+    parser.add_argument(
         "--fault-step", type=int, help="multiply one inner layer's weights before this step"
     )
     parser.add_argument("--fault-layer", default="blocks.1.attn.qkv", help="default: %(default)s")
@@ -166,7 +195,8 @@ def main() -> None:
     torch.manual_seed(args.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-    model = GPT(args.layers, args.width, heads=4, context=args.context).to(device)
+    feature_map = FEATURE_MAPS.get(args.feature_map)
+    model = GPT(args.layers, args.width, 4, args.context, feature_map).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
     warmup = 50
     scheduler = torch.optim.lr_scheduler.LambdaLR(
@@ -200,6 +230,7 @@ def main() -> None:
         loader=loader,
         exporter=exporter,
         save_every_steps=args.save_every,
+        save_batch_bytes=args.save_batch_bytes,
     )
     injected = False
     # (3) Resumes where the last process ended; after a rollback the step numbers come again.
@@ -212,8 +243,7 @@ def main() -> None:
             )
         autocast = torch.autocast(device.type, precision) if precision else nullcontext()
         with autocast:
-            logits = model(inputs.to(device))
-            loss = F.cross_entropy(logits.flatten(0, 1), targets.to(device).flatten())
+            loss: torch.Tensor = model(inputs.to(device), targets.to(device))
         scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         scaler.unscale_(optimizer)
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
