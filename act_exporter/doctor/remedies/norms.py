@@ -92,7 +92,8 @@ def add_norm(
                 f"{name}: width={width} for {features or 'an unknown number of'} features"
             )
         weights = itertools.chain(module.parameters(), model.parameters())
-        norms[name] = AddedNorm(own, first, like=next(weights))
+        like = next(weight for weight in weights if weight.is_floating_point())
+        norms[name] = AddedNorm(own, first, like)
         nn.init.constant_(norms[name].weight, gain)
     for name, module in chosen.items():
         module.add_module(added, norms[name])

@@ -13,8 +13,8 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from act_exporter.doctor.remedies import add_norm, set_gains
-from act_exporter.doctor.subject import Subject
 from act_exporter.exceptions import SettingError
+from act_exporter.layers import find_taps
 from deploy.demo.train import GPT
 from tests.act_exporter.doctor.remedies.remedied import remedied
 from tests.act_exporter.doctor.seed_blocks import (
@@ -188,9 +188,17 @@ class TestSetGains:
             set_gains(gpt(), 0.1, "blocks.0.attn.proj")
 
 
-def test_a_model_with_its_remedies_is_examined_like_any():
-    """The doctor sees the added norm as a module of its own."""
+def test_what_is_watched_stays_the_same():
+    """The exporter finds attentions and projections as before, by the same names."""
     model = gpt()
-    add_norm(model, "*.attn", width=WIDTH)
-    layers = {seen.layer for seen in Subject(model, TOKENS).plain.seen}
-    assert "blocks.1.attn.added_output_norm" in layers
+    before = [(tap.layer, tap.tensor) for tap in find_taps(model)]
+    add_norm(model, "*.attn", "*.mlp", width=WIDTH)
+    add_norm(model, "*.proj", side="input")
+    assert [(tap.layer, tap.tensor) for tap in find_taps(model)] == before
+
+
+def test_a_compiled_model_has_the_norm_too():
+    model = gpt()
+    add_norm(model, "*.attn", width=WIDTH, gain=3.0)
+    expected = model(TOKENS)
+    torch.testing.assert_close(torch.compile(model, backend="eager")(TOKENS), expected)
