@@ -46,9 +46,9 @@ class Lookups(TorchFunctionMode):
         super().__init__()
         self._names = {id(own): name for name, own in named_parameters(self.model).items()}
         # A view of the batch is of its own storage: labels shifted by one, say.
-        self._paths = {
-            tensor.untyped_storage().data_ptr(): path for path, tensor in leaves(self.batch)
-        }
+        self._paths: dict[int, list[str]] = {}
+        for path, tensor in leaves(self.batch):
+            self._paths.setdefault(tensor.untyped_storage().data_ptr(), []).append(path)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -69,23 +69,20 @@ class Lookups(TorchFunctionMode):
         most = max(self.rows.values(), default=0)
         return self.rows.get(path) == most > 0
 
-    def _path(self, tensor: torch.Tensor) -> str | None:
-        return self._paths.get(tensor.untyped_storage().data_ptr())
-
     def _embedding(self, ids: torch.Tensor, weight: torch.Tensor) -> None:
         rows = weight.shape[0]
         layer = self._names.get(id(weight), "").rpartition(".")[0] or None
-        path = self._path(ids)
-        if path is not None:
+        paths = self._paths.get(ids.untyped_storage().data_ptr(), [])
+        for path in paths:
             self.rows[path] = rows
             self.layers[path] = layer or ""
         bad = (ids < 0) | (ids >= rows)
         if not bool(bad.any()):
             return
-        if path is None and _is_counted(ids):
+        if not paths and _is_counted(ids):
             self.beyond = _too_long(ids.shape[-1], rows, layer)
         else:
-            self.beyond = beyond(ids, bad, rows, layer, path)
+            self.beyond = beyond(ids, bad, rows, layer, paths[0] if paths else None)
         raise IndexError(self.beyond.what)
 
     def _cross_entropy(

@@ -43,7 +43,7 @@ def losses() -> Iterator[list[float]]:
 
     def backward(tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
         if isinstance(tensors, torch.Tensor) and tensors.numel() == 1:
-            found.append(float(tensors))
+            found.append(float(tensors.detach()))
         return original(tensors, *args, **kwargs)
 
     torch.autograd.backward = backward
@@ -147,7 +147,7 @@ class _Recorder:
             if kind == "backward":
                 root = args[0] if args else kwargs.get("tensors")
                 if isinstance(root, torch.Tensor) and root.numel() == 1:
-                    self.step.loss = float(root) / self.step.scale
+                    self.step.loss = float(root.detach()) / self.step.scale
                 self.step.gradients = self._gradients(self.step.scale)
             return result
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 import torch
 
-from act_exporter.doctor.finding import CERTAIN, Finding, UnusableBatchError
+from act_exporter.doctor.finding import CERTAIN, Finding, Severity, UnusableBatchError
 from act_exporter.doctor.lookups import Lookups, beyond, empty, leaves, look_up
 from act_exporter.doctor.subject import Batch, Subject
 
@@ -57,12 +57,14 @@ def check(subject: Subject) -> Iterator[Finding]:
         yield lookups.beyond
         raise UnusableBatchError("ids within their tables")
     contents = [path for path, tensor in own if lookups.is_content(path, tensor)]
-    yield from lookups.findings
-    yield from _padding(own)
+    lengths = list(_lengths(subject, contents))
+    yield from lengths
+    if not any(finding.severity == "critical" for finding in lengths):
+        yield from lookups.findings
+        yield from _padding(own)
     yield from _beyond_in_others(subject, lookups)
     yield from _constant(own, contents)
     yield from _repeated(subject.more_batches, contents)
-    yield from _lengths(subject, contents)
 
 
 def _nonfinite(subject: Subject) -> Iterator[Finding]:
@@ -173,14 +175,16 @@ def _lengths(subject: Subject, contents: list[str]) -> Iterator[Finding]:
         return [int(t.shape[1]) for t in tokens if not t.is_floating_point() and t.ndim == 2]
 
     own = lengths(subject.batch)
-    if not own:
-        return
+    if not any(own):
+        return  # no tokens, or padding alone
     config = getattr(subject.model, "config", None)
     limit = getattr(config, "max_position_embeddings", None)
     others = [length for batch in subject.more_batches for length in lengths(batch)]
     longest, usual = max(own + others), statistics.median(others or own)
     evidence: dict[str, float | int | str] = {"longest": longest, "median": usual}
+    severity: Severity = "warning"
     if max(own) <= 1:
+        severity = "critical"  # the mean over no label is NaN
         what, strength = "Each sequence of the batch has one token: nothing follows it.", CERTAIN
     elif isinstance(limit, int) and limit > 0 and longest > limit:
         evidence["max_position_embeddings"] = limit
@@ -193,7 +197,7 @@ def _lengths(subject: Subject, contents: list[str]) -> Iterator[Finding]:
         return
     yield Finding(
         fault="odd-length",
-        severity="warning",
+        severity=severity,
         layer=None,
         what=what,
         change="Cut, pack or sort sequences by length where data is read.",
