@@ -186,7 +186,7 @@ def _exploding(step: Step) -> Iterator[Finding]:
         layer=layer,
         what=what,
         change="Normalise what goes into the layers, start their weights smaller, and clip the"
-        " gradients' norm.",
+        " gradients' norm (act_exporter.doctor.remedies.clip_gradients).",
         why="One step along such a gradient throws the weights out of where the loss is low.",
         evidence={
             "jump": jump,

@@ -172,7 +172,8 @@ def _unlike(odd: Sequence[_Odd]) -> Finding:
         layer=matrix.layer,
         what=f"{matrix.name} is {worst.off:.3g} times as {'large' if larger else 'small'} as {like}"
         f" (standard deviation {matrix.rms:.3g}, gain {matrix.gain:.3g}).",
-        change="Initialise it as its like, std = 1 / sqrt(fan-in) ="
+        change="Initialise it as its like (act_exporter.doctor.remedies.initialise), std ="
+        " 1 / sqrt(fan-in) ="
         f" {matrix.fan_in**-0.5:.3g} or less; in a trained model go back to before it grew.",
         why="Its output is louder by the same factor, and so is what its gradient does to the"
         " layers before."
@@ -203,7 +204,8 @@ def _all_loud(model: nn.Module, found: Sequence[Matrix], trace: Trace) -> Iterat
         layer=worst.layer,
         what=f"Half of the model's {len(found)} matrices make their input {median(gains):.3g} times"
         f" louder, {worst.name} most ({worst.gain:.3g}).",
-        change="Initialise matrices with std = 1 / sqrt(fan-in) or less.",
+        change="Initialise matrices with std = 1 / sqrt(fan-in) or less"
+        " (act_exporter.doctor.remedies.initialise).",
         why="Of that a layer's output is as loud as its input, at any depth.",
         evidence={"median_gain": median(gains), "largest_gain": worst.gain},
         strength=median(gains) / limit,
@@ -267,7 +269,7 @@ def _depth_scaling(model: nn.Module, found: Sequence[Matrix]) -> Iterator[Findin
         change="Nothing."
         if scaled
         else "If the residual stream grows too much with depth, start them smaller by that factor"
-        " (act_exporter.doctor.remedies).",
+        " (act_exporter.doctor.remedies.scale_for_depth).",
         why="2 N sublayers add to the stream; at 1 / sqrt(2 N) each they add as much as one would.",
         evidence={"times_their_like": ratio, "asked_for_by_depth": asked, "blocks": depth},
     )

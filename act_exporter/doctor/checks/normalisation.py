@@ -146,8 +146,8 @@ def _normless(stack: Sequence[Block], subject: Subject) -> Iterator[Finding]:
         layer=stack[0].name,
         what=f"None of {len(stack)} residual blocks from {stack[0].name} on has a norm; the stream"
         f" grows {growth:.3g} times over them.",
-        change="Norm what each sublayer takes (pre-norm), or start the last matrix of each at zero"
-        " (Fixup).",
+        change="Norm what each sublayer takes (act_exporter.doctor.remedies.add_norm on its first"
+        ' layer, side="input"), or start the last matrix of each at zero (Fixup).',
         why="Without, each block multiplies the stream, and its gradient, by a factor.",
         evidence={"growth": growth, "blocks": len(stack)},
         strength=max(1.0, growth / _LOUD),
@@ -194,7 +194,7 @@ def _no_final(
     if any(block.order != "pre" for block in stack):
         return
     last = stack[-1]
-    end = max(n for n, s in enumerate(trace.seen) if same(s, last.last) and s.layer == last.name)
+    end = next(n for n, seen in enumerate(trace.seen) if seen is last.last)
     for seen in trace.seen[end + 1 :]:
         if seen.place.side == "input" and seen.layer in known:
             return
