@@ -194,7 +194,7 @@ def _no_final(
     if any(block.order != "pre" for block in stack):
         return
     last = stack[-1]
-    end = max(n for n, s in enumerate(trace.seen) if same(s, last.last) and s.layer == last.name)
+    end = next(n for n, seen in enumerate(trace.seen) if seen is last.last)
     for seen in trace.seen[end + 1 :]:
         if seen.place.side == "input" and seen.layer in known:
             return

@@ -215,6 +215,12 @@ def test_torchs_norm_survives_fp16_and_its_gradient_does_not() -> None:
     assert float(found.evidence["factor"]) == pytest.approx(1e6)
 
 
+def test_a_forward_of_nothing_but_nan_breaks_no_check() -> None:
+    model, batch = healthy("llama")
+    nn.init.constant_(model.get_parameter("model.layers.1.self_attn.v_proj.weight"), torch.inf)
+    assert only(findings(model, batch), "norm-order").severity == "info"
+
+
 def test_the_model_is_left_as_it_was() -> None:
     model, batch = healthy("resnet")
     before = unchanged(model)
