@@ -8,6 +8,8 @@ one forward tells of all of them.
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -46,6 +48,18 @@ class Measured(NamedTuple):
 
     rms: float
     source: Where | None
+
+
+def in_float32(subject: Subject) -> Subject:
+    """The subject, or a copy in float32 of one that would overflow in fp16 when it is driven."""
+    if all(parameter.dtype != torch.float16 for parameter in subject.model.parameters()):
+        return subject
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.float() if tensor.is_floating_point() else tensor
+
+    model = copy.deepcopy(subject.model).float()
+    return dataclasses.replace(subject, model=model, batch=_each(subject.batch, cast))
 
 
 def driven(subject: Subject, rms: float, batch: Batch | None = None) -> dict[Where, Measured]:

@@ -173,7 +173,8 @@ def _missing(step: Step, what: str) -> Finding:
         layer=None,
         what=f"{what}; their norm is {norm:.3g} in this step.",
         change="Clip by norm between backward and the step, at a few times the usual norm (1.0 in"
-        " most large runs).",
+        " most large runs); act_exporter.doctor.remedies.clip_gradients also drops what is not"
+        " finite.",
         why="It is the last guard between one bad batch and the weights.",
         evidence={"norm": norm},
     )

@@ -47,8 +47,8 @@ _GONE = 1e-7
 # A change of all weights by 1 % changes their losses by 1 to 30 %.
 _RELATIVE = 1e4
 
-# Of so many positions a working ReLU unit is zero at all of them once in 65,536.
-_POSITIONS = 16
+# A working ReLU unit is zero at all of so many positions once in 256; half of a layer's never are.
+_POSITIONS = 8
 _DEAD, _ALMOST_ALL = 0.5, 0.9
 
 
@@ -186,7 +186,7 @@ def _exploding(step: Step) -> Iterator[Finding]:
         layer=layer,
         what=what,
         change="Normalise what goes into the layers, start their weights smaller, and clip the"
-        " gradients' norm.",
+        " gradients' norm (act_exporter.doctor.remedies.clip_gradients).",
         why="One step along such a gradient throws the weights out of where the loss is low.",
         evidence={
             "jump": jump,

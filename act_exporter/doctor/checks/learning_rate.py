@@ -12,6 +12,7 @@ rate's fault.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Iterator
@@ -20,8 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from act_exporter.doctor.finding import CERTAIN, Finding, NeedsMoreError, Severity
-from act_exporter.doctor.recorder import losses
+from act_exporter.doctor.finding import Finding, NeedsMoreError, Severity
+from act_exporter.doctor.recorder import losses, named_parameters
 from act_exporter.doctor.schedule import Schedule, ahead
 from act_exporter.doctor.subject import Subject
 from act_exporter.layers import find_blocks
@@ -36,18 +37,21 @@ FAULTS = {
 
 _TRIAL = 12
 
-# On the batch that it is trained on, a loss that ends at half as much again was not noise.
-_RISEN = 1.5
-# A loss that is no higher than this, at a lower rate, says that steps as such work.
-_MENDED = 1.02
+# By as much as the loss was at the start: at rates that train small models (transformers, CNN, MLP:
+# measured) it rises by 0.1 of that at most, and by 0.8 and more at a hundred times those rates.
+_RISEN, _RISING = 1.0, 0.5
+_RISEN_STRENGTH = 10.0
+# What a lower rate must come to for it to be the rate's fault.
+_MENDED = 0.25
 _LOWER = (0.1, 0.01, 1e-3)
 
 # Kaplan's rule is within three times of what large runs take; ten times is out of all of them.
 _OVER_USUAL = 10.0
 
-# A warm-up of the lesser of one in a hundred steps (what large runs take) and the 2 / (1 - beta2)
-# that Adam needs; a tenth of that is hardly one.
-_WARMUP_SHARE, _HARDLY = 0.01, 0.1
+# Adam knows the size of gradients after 2 / (1 - beta2) steps, and large runs warm up over one in a
+# hundred of all. A hundredth and a half of these are no warm-up any more.
+_ADAM, _NOT_ADAM = 2.0, 0.01
+_SHARE, _NOT_SHARE = 0.01, 0.005
 
 # One step may raise the rate by this share of the peak; a short linear warm-up takes a third.
 _JUMP = 0.5
@@ -70,7 +74,7 @@ def check(subject: Subject) -> Iterator[Finding]:
         yield from _too_high(subject, subject.optimizer, peaks, schedule)
     if schedule is None:
         raise NeedsMoreError("a scheduler, for warm-up and jumps")
-    yield from _warmup(subject.optimizer, schedule)
+    yield from _warmup(subject.model, subject.optimizer, schedule)
     yield from _jump(schedule)
 
 
@@ -79,22 +83,32 @@ class _Trial:
     """Some steps on one batch.
 
     Attributes:
-        start, end: the loss before, and the median of the last three.
+        losses: before each step, and after the last; up to the first that is no number.
         update: norm of the first step's update over that of the weights, the largest of a matrix.
         layer: whose.
     """
 
-    start: float
-    end: float
+    losses: list[float]
     update: float
     layer: str
 
     @property
+    def end(self) -> float:
+        """The median of the last three, or NaN."""
+        return statistics.median(self.losses[-3:]) if math.isfinite(self.losses[-1]) else math.nan
+
+    @property
     def rise(self) -> float:
-        """How many times the loss at the end is that at the start; infinite where it is none."""
-        if not math.isfinite(self.end):
+        """By how much the loss has risen above the lowest before, at most, over what it began with.
+
+        Not its end alone: at rates of 100 times the usual the loss of one batch may rise a hundred
+        times, and fall to nothing as the batch is learnt by heart.
+        """
+        if not math.isfinite(self.losses[-1]):
             return math.inf
-        return self.end / self.start if self.start > 0 else 1.0 + self.end - self.start
+        lowest = itertools.accumulate(self.losses, min)
+        risen = max(loss - low for loss, low in zip(self.losses, lowest, strict=True))
+        return risen / abs(self.losses[0]) if self.losses[0] else 0.0
 
 
 def _tried(
@@ -102,33 +116,29 @@ def _tried(
 ) -> _Trial:
     found: list[float] = []
     update, layer = 0.0, ""
-    matrices = [(n, p) for n, p in subject.model.named_parameters() if p.ndim >= 2]
+    # A matrix that starts at zero moves by any number of times itself.
+    matrices = [own for own in named_parameters(subject.model).items() if own[1].ndim >= 2]
     with subject.kept(), subject.seeded(), torch.enable_grad():
+        before = [(name, own, own.detach().clone()) for name, own in matrices if own.any()]
         for number in range(_TRIAL + 1):
             share = min(1.0, (number + 1) / (_TRIAL / 2)) if ramp else 1.0
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                 group["lr"] = peak * share
             scale = subject.scaler.get_scale() if subject.scaler is not None else 1.0
-            before = [p.detach().clone() for _, p in matrices] if not number else []
             with losses() as own:
                 subject.run_step(subject.batch)
             if subject.train_step is None:
                 optimizer.step()
                 optimizer.zero_grad()
             found.append(sum(own) / scale)
-            for (name, parameter), old in zip(matrices, before, strict=False):
-                moved = float((parameter.detach() - old).norm() / old.norm().clamp_min(1e-12))
-                # A matrix that starts at zero moves by any number of times itself.
-                if update < moved and float(old.abs().max()) > 0:
+            for name, parameter, old in before:
+                moved = float((parameter.detach() - old).norm() / old.norm())
+                if moved > update:
                     update, layer = moved, name.rpartition(".")[0]
+            before = []
             if not math.isfinite(found[-1]):
                 break
-    return _Trial(
-        found[0],
-        statistics.median(found[-3:]) if math.isfinite(found[-1]) else math.nan,
-        update,
-        layer,
-    )
+    return _Trial(found, update, layer)
 
 
 def _too_high(
@@ -139,41 +149,42 @@ def _too_high(
 ) -> Iterator[Finding]:
     ramp = schedule is not None and schedule.rates[0] < _JUMP
     trial = _tried(subject, optimizer, peaks, ramp=ramp)
-    peak = max(peaks)
-    if not math.isfinite(trial.start):
+    peak, rise, start = max(peaks), trial.rise, trial.losses[0]
+    if not math.isfinite(start):
         return
     usual = _usual(subject.model, optimizer)
     evidence: dict[str, float | int | str] = {
         "peak": peak,
-        "loss_before": trial.start,
+        "loss_before": start,
         "loss_after": trial.end,
+        "loss_highest": max(trial.losses),
         "steps": _TRIAL,
         "update_share": trial.update,
         "update_layer": trial.layer,
     }
-    if usual is not None:
-        evidence["usual_for_size"] = usual
-    if trial.rise >= _RISEN:
+    severity: Severity = "critical" if rise >= _RISEN else "warning"
+    if rise >= _RISING:
         for factor in _LOWER:
-            lower = [own * factor for own in peaks]
-            if _tried(subject, optimizer, lower, ramp=ramp).rise <= _MENDED:
+            lower = _tried(subject, optimizer, [own * factor for own in peaks], ramp=ramp)
+            if lower.rise <= _MENDED and lower.end <= start:
                 break
         else:
             return  # not the rate's fault
         what = (
-            f"{_TRIAL} steps at the peak rate of {peak:.3g} take the loss from {trial.start:.3g} to"
-            f" {trial.end:.3g}; at {peak * factor:.3g} they do not."
+            f"{_TRIAL} steps at the peak rate of {peak:.3g} raise the loss from"
+            f" {min(trial.losses):.3g} to {max(trial.losses):.3g}; at {peak * factor:.3g} not."
         )
-        severity: Severity = "critical"
-        strength = min(trial.rise / _RISEN, CERTAIN)
+        # Other causes of a rise are measured where they are; of two, theirs comes first.
+        strength = min(rise / _RISING, _RISEN_STRENGTH)
         evidence["mended_at"] = peak * factor
     elif usual is not None and peak >= _OVER_USUAL * usual:
         what = (
             f"The peak rate of {peak:.3g} is {peak / usual:.3g} times the usual one for this size."
         )
-        severity, strength = "warning", peak / usual / _OVER_USUAL
+        strength = peak / usual / _OVER_USUAL
     else:
         return
+    evidence |= {"usual_for_size": usual} if usual is not None else {}
     yield Finding(
         fault="learning-rate-too-high",
         severity=severity,
@@ -201,20 +212,25 @@ def _is_adaptive(optimizer: torch.optim.Optimizer) -> bool:
     return "betas" in optimizer.param_groups[0]
 
 
-def _warmup(optimizer: torch.optim.Optimizer, schedule: Schedule) -> Iterator[Finding]:
+def _warmup(
+    model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Schedule
+) -> Iterator[Finding]:
     fresh = not any(optimizer.state.values())
     if not (fresh and schedule.now <= 1 and _is_adaptive(optimizer)) or max(schedule.peaks) <= 0:
         return
     steps = next(place for place, share in enumerate(schedule.rates) if share > 0.99)
-    needed = 2 / max(1 - float(optimizer.param_groups[0]["betas"][1]), 1e-6)
+    needed = _ADAM / max(1 - float(optimizer.param_groups[0]["betas"][1]), 1e-6)
+    none = _NOT_ADAM * needed
     if schedule.total is not None:
-        needed = min(needed, _WARMUP_SHARE * schedule.total)
-    if steps > 1 and steps >= _HARDLY * needed:
+        needed = min(needed, _SHARE * schedule.total)
+        none = min(none, _NOT_SHARE * schedule.total)
+    if steps > max(none, 1) and schedule.rates[0] < _JUMP:
         return
     share = f" of {schedule.total}" if schedule.total is not None else ""
     yield Finding(
         fault="no-warmup",
-        severity="warning",
+        # Transformers are known to need it; what else Adam trains mostly does without.
+        severity="info" if _usual(model, optimizer) is None else "warning",
         layer=None,
         what=f"The rate is at its peak of {max(schedule.peaks):.3g} after {steps} steps{share}.",
         change=f"Warm up over some {max(needed, 10):.0f} steps, from next to nothing.",
@@ -234,7 +250,7 @@ def _jump(schedule: Schedule) -> Iterator[Finding]:
             found.append((after / max(highest, 1e-9), place + 1))
     if not found:
         return
-    above, place = max(found)
+    above, place = max(found, key=lambda item: round(item[0], 2))  # the first of such
     step = schedule.now + place
     before, after = schedule.rates[place - 1], schedule.rates[place]
     peak = max(schedule.peaks)

@@ -25,7 +25,7 @@ from torch.random import fork_rng
 
 from act_exporter.doctor.feature_map import FeatureMap, feature_map
 from act_exporter.doctor.finding import Finding
-from act_exporter.doctor.growth import Measured, Where, driven, lengths, mixes
+from act_exporter.doctor.growth import Measured, Where, driven, in_float32, lengths, mixes
 from act_exporter.doctor.subject import Subject
 from act_exporter.layers import named_modules
 
@@ -34,13 +34,14 @@ FAULTS = {
     "unnormalised-attention": "A linear attention's context grows with the sequence length.",
 }
 
-# RMS of the projections' outputs: that of normed ones, and what training makes of it. At 4, queries
-# and keys reach 14, where exp has left fp16 and float32 still holds the context.
-_LEVELS = (1.0, 2.0, 4.0)
+# RMS of the projections' outputs, from what is normed on. At 8, queries and keys reach 30: exp of
+# both is still within float32, and a softplus with an offset (Mamba's) is past its bend.
+_LEVELS = (2.0, 4.0, 8.0)
 
-# As a power of that RMS. Query, key and value multiplied are 3, with squares as feature maps 5; of
-# exp 10 and more, and more at each doubling.
-_POWER = 6.0
+# As a power of that RMS, from 4 to 8. Query, key and value multiplied are 3, with squares as
+# feature maps 5, Mamba's step, gate, state, input and output together 6; exp of the keys alone is
+# 15 and more, and more at each doubling.
+_POWER = 10.0
 _ACCELERATED = 1.5
 
 # As a power of the sequence length. A mean over the sequence is at 0 or below, a sum of random
@@ -79,8 +80,9 @@ class _Grown:
 
 
 def check(subject: Subject) -> Iterator[Finding]:
+    subject = in_float32(subject)
     at_levels = {rms: driven(subject, rms) for rms in _LEVELS}
-    at_lengths = {float(n): driven(subject, _LEVELS[0], batch) for n, batch in lengths(subject)}
+    at_lengths = {float(n): driven(subject, 1.0, batch) for n, batch in lengths(subject)}
     maps = dict(_feature_maps(subject))
     unbounded = _mixing(subject, _grown(at_levels, _is_exponential))
     summed = _mixing(subject, _grown(at_lengths, _is_sum))
@@ -169,8 +171,8 @@ def _measured_unbounded(
         what=f"The attention context of {worst.scope or 'the model'} grows from {low:.3g} to"
         f" {high:.3g} when the projections before it get 4 times louder; softmax attention's"
         " would grow 4 times.",
-        change="Use a feature map that is bounded or grows as its input does (elu(x) + 1), and"
-        " divide by the keys' sum: act_exporter.doctor.remedies.",
+        change="Use a feature map that is bounded or grows as its input does, and divide by the"
+        " keys' sum: act_exporter.doctor.remedies.linear_attention.",
         why="With an exponential map a query or key that gets somewhat larger makes the context"
         " overflow.",
         evidence=evidence,
@@ -187,8 +189,9 @@ def _named_unbounded(subject: Subject, maps: Mapping[str, FeatureMap]) -> Findin
         layer=name,
         what=f"The feature map of {name} grows exponentially, to {own.largest:.3g} at inputs of"
         " 32, though the attention's context stays in bounds.",
-        change="Use a feature map that is bounded or grows as its input does (elu(x) + 1), or"
-        " subtract the largest exponent first, as softmax does.",
+        change="Use a feature map that is bounded or grows as its input does"
+        " (act_exporter.doctor.remedies.softmax_features, elu_features), or subtract the largest"
+        " exponent first, as softmax does.",
         why="Features overflow, in fp16 from inputs of 11 on, before a normaliser can divide them.",
         evidence={
             "feature_map_power": own.exponent,
@@ -208,8 +211,9 @@ def _unnormalised(summed: list[_Grown]) -> Finding:
         what=f"The attention context of {worst.scope or 'the model'} grows from {low:.3g} at a"
         f" sequence of {shortest:g} to {high:.3g} at {longest:g}: it is a sum over the sequence,"
         " no mean.",
-        change="Divide by the sum of the keys' features (a normalised linear attention), or norm"
-        " the context before the output projection: act_exporter.doctor.remedies.",
+        change="Divide by the sum of the keys' features:"
+        " act_exporter.doctor.remedies.linear_attention. A norm on the context keeps the stream"
+        " calm, but not the context.",
         why="A longer batch makes the residual stream louder than all that the model was trained"
         " on.",
         evidence={

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from statistics import median, median_low
+from statistics import median
 
 import torch
 from torch import nn
@@ -39,12 +39,13 @@ _ORDERS = {
     "none": "have no norm",
 }
 
-# Two sublayers without a norm make a stream about twice as loud where each adds as much as it gets.
-_GROWN = 5.0
+# Where a norm is missing, what comes after it takes the stream as it is. So many times as loud as a
+# norm would make it, an attention's logits are 64 times as large, as with a gain of 8.
+_LOUD = 8.0
 
-# A pre-norm stream to which two sublayers a block add as much as it began with grows with the root
-# of the depth; without norms it grows by a factor a block. At ten times the root it has run away.
-_RUNAWAY = 10.0
+# A pre-norm stream to which each of two sublayers a block adds as much as it began with has grown 8
+# times after 30 blocks; the head's logits grow with it.
+_GROWN = 8.0
 
 # A stack of fewer feed-forward blocks does well without norms (Zhang et al. 2019 begin at 10
 # layers); no transformer does.
@@ -86,25 +87,29 @@ def _missing(
     ]
     if not lacking:
         return
-    growth = {block.name: _growth(block) for block in stack}
-    block, norm = max(lacking, key=lambda pair: growth[pair[0].name])
-    own, usually = growth[block.name], median_low(growth.values())
+    loudness = [_loudness(block, norm, stack, trace) for block, norm in lacking]
+    worst = max(range(len(lacking)), key=lambda index: loudness[index])
+    (block, norm), times = lacking[worst], loudness[worst]
     yield Finding(
         fault="missing-norm",
-        severity="critical" if own >= _GROWN * max(1.0, usually) else "warning",
+        severity="critical" if times >= _LOUD else "warning",
         layer=f"{block.name}.{norm}" if _is_module(block, norm) else block.name,
-        what=f"{block.name} has no {norm}, {have[norm]} of {len(stack)} blocks like it have; its"
-        f" output is {own:.3g} times its input, the others' {usually:.3g} times.",
+        what=f"{block.name} has no {norm}, {have[norm]} of {len(stack)} blocks like it have; what"
+        f" passes there is {times:.3g} times as loud as what these norms put out.",
         change=f"Put the norm back that the other blocks have at {norm}.",
         why="What comes after it takes the stream as loud as it is, and answers as loudly.",
-        evidence={
-            "growth": own,
-            "growth_of_others": usually,
-            "input_rms": block.first.rms,
-            "other_places": len(lacking) - 1,
-        },
-        strength=max(1.0, own / _GROWN),
+        evidence={"times_as_loud": times, "other_places": len(lacking) - 1},
+        strength=max(1.0, times / _LOUD),
     )
+
+
+def _loudness(block: Block, norm: str, stack: Sequence[Block], trace: Trace) -> float:
+    """What passes where a norm is missing, over what the norm puts out in the other blocks."""
+    there = f"{block.name}.{norm}"
+    like = {f"{one.name}.{norm}" for one in stack if norm in one.norms}
+    usual = median(s.rms for s in trace.outputs() if s.layer in like)
+    passes = next((s for s in trace.seen if s.layer == there), block.first)
+    return passes.rms / usual if usual else 1.0
 
 
 def _is_module(block: Block, path: str) -> bool:
@@ -127,10 +132,6 @@ def _normed(block: Block, norm: str, trace: Trace, known: Mapping[str, nn.Module
     return any(s.layer in known and same(s, takes) for s in trace.outputs())
 
 
-def _growth(block: Block) -> float:
-    return block.last.rms / block.first.rms if block.first.rms else 1.0
-
-
 def _normless(stack: Sequence[Block], subject: Subject) -> Iterator[Finding]:
     """A deep residual stack without any norm inside its blocks."""
     if any(block.norms for block in stack) or not (len(stack) >= _DEEP or _attends(stack[0])):
@@ -139,18 +140,17 @@ def _normless(stack: Sequence[Block], subject: Subject) -> Iterator[Finding]:
         return
     first, last = stack[0].first.rms, stack[-1].last.rms
     growth = last / first if first else 1.0
-    usual = (1 + 2 * len(stack)) ** 0.5
     yield Finding(
         fault="missing-norm",
-        severity="critical" if growth >= _RUNAWAY * usual else "warning",
+        severity="critical" if growth >= _LOUD else "warning",
         layer=stack[0].name,
         what=f"None of {len(stack)} residual blocks from {stack[0].name} on has a norm; the stream"
         f" grows {growth:.3g} times over them.",
-        change="Norm what each sublayer takes (pre-norm), or start the last matrix of each at zero"
-        " (Fixup).",
+        change="Norm what each sublayer takes (act_exporter.doctor.remedies.add_norm on its first"
+        ' layer, side="input"), or start the last matrix of each at zero (Fixup).',
         why="Without, each block multiplies the stream, and its gradient, by a factor.",
         evidence={"growth": growth, "blocks": len(stack)},
-        strength=max(1.0, growth / (_RUNAWAY * usual)),
+        strength=max(1.0, growth / _LOUD),
     )
 
 
@@ -194,7 +194,7 @@ def _no_final(
     if any(block.order != "pre" for block in stack):
         return
     last = stack[-1]
-    end = max(n for n, s in enumerate(trace.seen) if same(s, last.last) and s.layer == last.name)
+    end = next(n for n, seen in enumerate(trace.seen) if seen is last.last)
     for seen in trace.seen[end + 1 :]:
         if seen.place.side == "input" and seen.layer in known:
             return

@@ -37,8 +37,15 @@ _FACTOR, _OVERALL = 2.0, 8.0
 # such model on top of it is beyond fp16.
 _RUNAWAY = 10_000.0
 
+# Mean |x| at the end: the sum of a hundred normed branches. Streams that begin at an embedding of
+# 0.02 and grow to 1 are healthy, however fast (OLMo 2's).
+_LOUD = 10.0
+
 # Times the median of its like; that of healthy blocks is within 3.
 _SPIKE = 10.0
+
+# Mean |x| of what is normed; nothing below it is loud.
+_NORMED = 1.0
 
 # Fewer like places say nothing of what is usual.
 _LIKE = 4
@@ -86,10 +93,15 @@ class _Row:
     def overall(self) -> float:
         return self.loudness[-1] / self.loudness[0]
 
+    @property
+    def grows(self) -> bool:
+        """Geometrically, to what is loud."""
+        return self.factor >= _FACTOR and self.overall >= _OVERALL and max(self.loudness) >= _LOUD
+
 
 def check(subject: Subject) -> Iterator[Finding]:
     rows = list(_rows(subject))
-    if growing := [row for row in rows if row.factor >= _FACTOR and row.overall >= _OVERALL]:
+    if growing := [row for row in rows if row.grows]:
         whole = [row for row in growing if row.place.endswith("of the block")]
         yield _growth(max(whole or growing, key=lambda row: row.overall))
     elif jumps := [*_spikes(rows), *(plateaus := list(_plateaus(rows)))]:
@@ -114,8 +126,8 @@ def _rows(subject: Subject) -> Iterator[_Row]:
         else:
             key = ("", "layers", side, "0")  # a plain chain of layers
         rows.setdefault(key, []).append(own)
-    for (_, part, side, _), seen in rows.items():
-        yield _Row(f"{side} of {part}" if blocks else "layers' outputs", seen)
+    for (_, part, where, _), seen in rows.items():
+        yield _Row(f"{where} of {part}" if blocks else "layers' outputs", seen)
 
 
 def _growth(row: _Row) -> Finding:
@@ -126,8 +138,8 @@ def _growth(row: _Row) -> Finding:
         layer=last.layer,
         what=f"Mean |x| grows from {first.mean_abs:.3g} at {first.layer} to {last.mean_abs:.3g} at"
         f" {last.layer}, {row.factor:.2g} times a block ({row.place}).",
-        change="Norm the input of each branch (pre-norm), and scale the weights of the branches'"
-        " last projections by 1 / sqrt(2 x blocks).",
+        change="Norm the input of each branch (act_exporter.doctor.remedies.add_norm), and scale"
+        " the branches' last projections by 1 / sqrt(2 x blocks) (scale_for_depth there).",
         why="The sum of normed branches grows as the square root of their number, and no faster.",
         evidence={
             "place": row.place,
@@ -147,16 +159,18 @@ def _plateaus(rows: list[_Row]) -> Iterator[_Jump]:
         loud = row.loudness
         for index in range(2, len(loud) - 1):  # two before say what was usual, two are high
             before, after = max(loud[:index]), min(loud[index:])
-            if before > 0 and after >= _SPIKE * before:
+            if before > 0 and after >= max(_SPIKE * before, _NORMED):
                 yield _Jump(row.seen[index], after / before, row.place)
 
 
 def _spikes(rows: list[_Row]) -> Iterator[_Jump]:
+    """What is above all its like in the median, and above the one before: no end of a ramp."""
     for row in rows:
-        for index, own in enumerate(row.seen):
-            others = row.loudness[:index] + row.loudness[index + 1 :]
-            usual = statistics.median(others) if len(row.seen) >= _LIKE else 0.0
-            if usual > 0 and own.mean_abs >= _SPIKE * usual:
+        loud = row.loudness if len(row.seen) >= _LIKE else []
+        for index, own in enumerate(row.seen[: len(loud)]):
+            usual = statistics.median(loud[:index] + loud[index + 1 :])
+            below = max(usual, loud[index - 1] if index else 0.0)
+            if usual > 0 and own.mean_abs >= max(_SPIKE * below, _NORMED):
                 yield _Jump(own, own.mean_abs / usual, row.place)
 
 
@@ -182,7 +196,7 @@ def _jump(first: _Jump, plateau: _Jump | None) -> Finding:
             else f", and activations stay high from the {evidence['plateau_from']} on."
         ),
         change="Look at the weights, the norm and the attention's feature map right before it;"
-        " an RMSNorm after the loud part brings it back.",
+        " an RMSNorm after the loud part brings it back (act_exporter.doctor.remedies.add_norm).",
         why="One loud branch outweighs all others in the residual stream.",
         evidence=evidence,
         strength=first.times / _SPIKE,

@@ -6,10 +6,15 @@ the names that it gives. It calls one block unstable and one stable.
 
 from __future__ import annotations
 
+import re
+
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn import init
+
+from act_exporter.doctor.subject import Subject
+from act_exporter.doctor.trace import Seen
 
 DIM, LAYERS = 64, 6
 
@@ -91,3 +96,24 @@ def stack(
     model = nn.Sequential(*[block(DIM, use_linear) for _ in range(LAYERS)])
     model.eval()
     return model, torch.randn(1, sequence, DIM) * 0.1
+
+
+def block_inputs(model: nn.Module, x: torch.Tensor) -> list[Seen]:
+    """What goes into each block, by depth: all that the article draws."""
+    return [seen for seen in Subject(model, x).plain.seen if is_input(seen, r"\d")]
+
+
+def contexts(model: nn.Module, x: torch.Tensor) -> list[Seen]:
+    """What each block's attention makes, by depth, before a norm that was added to it.
+
+    It is the first of three things that the block gives to its out_proj.
+    """
+    seen = Subject(model, x).plain.seen
+    raw = [one for one in seen if is_input(one, r"\d\.out_proj\.added_input_norm")]
+    return raw or [one for one in seen if is_input(one, r"\d\.out_proj")]
+
+
+def is_input(seen: Seen, layer: str) -> bool:
+    """Whether it is what a layer of that name is first called with."""
+    first_input = seen.place.side == "input" and seen.place.call == 0
+    return first_input and re.fullmatch(layer, seen.layer) is not None

@@ -93,6 +93,15 @@ def test_a_model_that_starts_too_loud_as_a_whole() -> None:
     assert float(found.evidence["median_gain"]) > 10
 
 
+def test_without_norms_less_is_too_loud() -> None:
+    layers = [module for _ in range(8) for module in (nn.Linear(64, 64), nn.ReLU())]
+    for module in layers:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.5)
+    found = only(findings(nn.Sequential(*layers), vectors(64)), "odd-weight")
+    assert found.severity == "critical"
+
+
 def test_a_weight_that_is_no_number_comes_before_all_else() -> None:
     model, batch = gpt2()
     with torch.no_grad():
@@ -115,6 +124,9 @@ def test_depth_scaling_is_told_apart() -> None:
     assert float(found.evidence["times_their_like"]) == pytest.approx(8**-0.5, rel=0.1)
     assert "scaled for depth" in found.what
     assert "not scaled" not in found.what
+
+    found = only(findings(*healthy("encoder")), "depth-scaling")
+    assert found.layer == "encoder.layers.0.self_attn.out_proj"
 
     found = only(findings(*healthy("llama")), "depth-scaling")
     assert "not scaled" in found.what

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from act_exporter.doctor.checks import linear_attention
@@ -68,6 +69,12 @@ class TestUnboundedFeatureMap:
 
         assert findings(decoder(Exponential), tokens()) == []
 
+    def test_in_fp16_it_is_told_from_what_only_overflows_there(self) -> None:
+        model = decoder(lambda: LinearAttention(torch.exp, normalised=False)).half()
+        assert findings(model, tokens())[0].fault == "unbounded-feature-map"
+        model = decoder(lambda: LinearAttention(normalised=False)).half()
+        assert findings(model, tokens())[0].fault == "unnormalised-attention"
+
 
 class TestUnnormalisedAttention:
     @pytest.mark.parametrize("causal", [False, True])
@@ -111,6 +118,13 @@ def test_healthy_architectures_have_no_finding(name: str) -> None:
     torch.manual_seed(0)
     architecture = ARCHITECTURES[name]
     assert findings(architecture.build(), architecture.batch()) == []
+
+
+def test_a_mamba_is_healthy() -> None:
+    # Its step is a softplus with an offset: exponential at first, and linear where it is large.
+    config = transformers.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2)
+    torch.manual_seed(0)
+    assert findings(transformers.MambaForCausalLM(config), {"input_ids": tokens()}) == []
 
 
 def test_softmax_of_the_seeds_blocks_is_healthy_when_measured() -> None:

@@ -76,12 +76,12 @@ def test_the_block_without_a_norm_is_named(norm: str) -> None:
     assert found.severity == "warning"
 
 
-def test_a_missing_norm_through_which_activations_grow_is_critical() -> None:
+def test_a_missing_norm_that_lets_a_loud_stream_through_is_critical() -> None:
     model = Stack()
     model.blocks[2].norm = nn.Identity()
-    nn.init.normal_(model.blocks[2].up.weight, std=6)
-    found = only(findings(model, vectors()), "missing-norm")
+    found = only(findings(model, 30 * vectors()), "missing-norm")
     assert (found.severity, found.layer) == ("critical", "blocks.2.norm")
+    assert float(found.evidence["times_as_loud"]) == pytest.approx(30, rel=0.1)
 
 
 def test_a_first_block_whose_input_is_normed_needs_none() -> None:
@@ -213,6 +213,12 @@ def test_torchs_norm_survives_fp16_and_its_gradient_does_not() -> None:
     found = only(findings(model.half(), vectors().half()), "small-epsilon")
     assert (found.severity, found.layer) == ("warning", "blocks.1.norm")
     assert float(found.evidence["factor"]) == pytest.approx(1e6)
+
+
+def test_a_forward_of_nothing_but_nan_breaks_no_check() -> None:
+    model, batch = healthy("llama")
+    nn.init.constant_(model.get_parameter("model.layers.1.self_attn.v_proj.weight"), torch.inf)
+    assert only(findings(model, batch), "norm-order").severity == "info"
 
 
 def test_the_model_is_left_as_it_was() -> None:

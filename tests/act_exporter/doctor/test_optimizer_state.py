@@ -19,7 +19,6 @@ from tests.act_exporter.doctor.learners import (
     faults,
     learner,
     state_of,
-    trained,
 )
 
 HEALTHY = [name for name in ARCHITECTURES if name != "unstable"]

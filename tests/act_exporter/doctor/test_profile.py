@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from act_exporter.doctor.checks import profile
@@ -57,6 +58,14 @@ class TestGrowth:
 
     def test_a_residual_stream_of_random_parts_is_healthy(self) -> None:
         assert findings(decoder(SoftmaxAttention, layers=12), tokens()) == []
+
+    def test_growth_of_a_small_embedding_to_the_scale_of_normed_branches_is_healthy(self) -> None:
+        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4}
+        config = transformers.Olmo2Config(
+            vocab_size=64, num_attention_heads=4, pad_token_id=0, eos_token_id=1, **sizes
+        )
+        torch.manual_seed(0)
+        assert findings(transformers.Olmo2ForCausalLM(config), {"input_ids": tokens()}) == []
 
 
 class TestJumps:
