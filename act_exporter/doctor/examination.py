@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from act_exporter.doctor.causes import ordered
 from act_exporter.doctor.checks import CHECKS
 from act_exporter.doctor.finding import Finding, NeedsMoreError, UnusableBatchError
 from act_exporter.doctor.report import Report
@@ -75,7 +76,7 @@ def examine(
     # Of a batch that no forward takes there is none to look at.
     plain = subject.plain if unusable is None else Trace()
     return Report(
-        findings=tuple(sorted(findings, key=lambda finding: finding.rank)),
+        findings=ordered(findings, [seen.layer for seen in plain.seen]),
         not_run=not_run,
         checks=tuple(map(_name, CHECKS)),
         profile=tuple(plain.seen),

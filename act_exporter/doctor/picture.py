@@ -10,8 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
 
 from act_exporter.doctor.finding import Finding
-from act_exporter.doctor.report import Report, heading
+from act_exporter.doctor.report import Report
 from act_exporter.doctor.trace import Seen
+from act_exporter.report import words
 from act_exporter.report.drawing import png
 from act_exporter.report.pictures import AT, BAD, BEFORE, FAINT, NONFINITE
 
@@ -35,8 +36,11 @@ def write_picture(file: Path, report: Report, title: str) -> None:
         OSError: it could not be written.
     """
     marked = _marked(report)
-    listed = [f"{number} {heading(finding)}" for number, (finding, _) in enumerate(marked, 1)]
-    text = ".   ".join([report.headline, *listed])
+    listed = [
+        f"({number}) {finding.fault} at {finding.layer}"
+        for number, (finding, _) in enumerate(marked, 1)
+    ]
+    text = f"{report.headline}. {', '.join(listed)}"
     png(file, title, text, [(lambda figure: _draw(figure, report.profile, marked), _HEIGHT)])
 
 
@@ -63,6 +67,7 @@ def _draw(
     for axis, scale in ((upper, "linear"), (lower, "log")):
         _draw_profile(axis, profile)
         axis.set_yscale(scale)
+        axis.yaxis.set_major_formatter(lambda value, _: words.number(value))
         axis.set_ylabel(f"|x|, {'logarithmic' if scale == 'log' else scale}")
         for _, place in marked:
             axis.axvline(place, color=BAD, linewidth=0.9, linestyle=":")

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,13 +71,10 @@ class Report:
             lines.append(f"The forward failed: {self.error}")
         for finding in self.findings:
             lines += ["", heading(finding)]
-            for sentence in sentences(finding):
-                lines += textwrap.wrap(
-                    sentence, _WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT
-                )
+            lines += _wrapped(sentences(finding))
         if self.not_run:
             lines += ["", "Not run:"]
-            lines += [f"{_INDENT}{name}: {reason}" for name, reason in self.not_run.items()]
+            lines += _wrapped(f"{name}: {reason}" for name, reason in self.not_run.items())
         return "\n".join(lines)
 
 
@@ -95,6 +92,11 @@ def sentences(finding: Finding) -> Iterator[str]:
     if finding.evidence:
         figures = (f"{name} {_figure(value)}" for name, value in finding.evidence.items())
         yield f"Evidence: {', '.join(figures)}"
+
+
+def _wrapped(texts: Iterable[str]) -> Iterator[str]:
+    for text in texts:
+        yield from textwrap.wrap(text, _WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT)
 
 
 def _figure(value: float | int | str) -> str:

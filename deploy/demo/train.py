@@ -22,24 +22,49 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from act_exporter import start_exporter
+from act_exporter.doctor.remedies import linear_attention
 from alerting.exceptions import RecoveryHaltedError
 from alerting.recovery import TrainingGuard
 
 log = logging.getLogger("train")
 
 BYTES = 256  # the vocabulary: text is read as bytes
-FeatureMap = Callable[[torch.Tensor], torch.Tensor]
-FEATURE_MAPS: dict[str, FeatureMap] = {"exp": torch.exp}
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class Attention(nn.Module):
-    """Causal self-attention; with a feature map linear, else by a softmax."""
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""The context of queries, keys and values, (batch, heads, context, width of a head) each."""
 
-    def __init__(self, width: int, heads: int, feature_map: FeatureMap | None = None) -> None:
+
+def softmax_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Causal, as ever."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def exp_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Causal and linear, with an unbounded feature map, divided by nothing: see docs/doctor.md."""
+    return (q.exp() @ k.exp().mT).tril() @ v
+
+
+def normalised_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Causal and linear, with a bounded feature map, divided by the sum of the weights."""
+    return linear_attention(q, k, v, causal=True)
+
+
+ATTENTIONS: dict[str, Attend] = {
+    "softmax": softmax_attention,
+    "exp": exp_attention,
+    "normalised": normalised_attention,
+}
+
+
+class Attention(nn.Module):
+    """Causal self-attention."""
+
+    def __init__(self, width: int, heads: int, attend: Attend = softmax_attention) -> None:
         super().__init__()
         self.heads = heads
-        self.feature_map = feature_map
+        self.attend = attend
         self.qkv = nn.Linear(width, 3 * width)
         self.proj = nn.Linear(width, width)
 
@@ -47,11 +72,7 @@ class Attention(nn.Module):
         batch, length, width = x.shape
         split = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads)
         q, k, v = split.permute(2, 0, 3, 1, 4)
-        if self.feature_map is None:
-            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        else:
-            # Divided by nothing, as it is often written down: see docs/doctor.md.
-            mixed = (self.feature_map(q) @ self.feature_map(k).mT).tril() @ v
+        mixed = self.attend(q, k, v)
         out: torch.Tensor = self.proj(mixed.transpose(1, 2).reshape(batch, length, width))
         return out
 
@@ -72,10 +93,10 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """A pre-norm transformer block."""
 
-    def __init__(self, width: int, heads: int, feature_map: FeatureMap | None = None) -> None:
+    def __init__(self, width: int, heads: int, attend: Attend = softmax_attention) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(width)
-        self.attn = Attention(width, heads, feature_map)
+        self.attn = Attention(width, heads, attend)
         self.norm2 = nn.LayerNorm(width)
         self.mlp = MLP(width)
 
@@ -94,12 +115,12 @@ class GPT(nn.Module):
         width: int,
         heads: int,
         context: int,
-        feature_map: FeatureMap | None = None,
+        attend: Attend = softmax_attention,
     ) -> None:
         super().__init__()
         self.embed = nn.Embedding(BYTES, width)
         self.position = nn.Parameter(torch.zeros(context, width))
-        self.blocks = nn.ModuleList(Block(width, heads, feature_map) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width, heads, attend) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, BYTES, bias=False)
         for module in self.modules():
@@ -171,9 +192,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=8, help="default: %(default)s")
     parser.add_argument("--save-every", type=int, default=500, help="steps (default: %(default)s)")
     parser.add_argument(
-        "--feature-map",
-        choices=FEATURE_MAPS,
-        help="linear attention with this, unbounded and divided by nothing: see docs/doctor.md",
+        "--attention",
+        choices=ATTENTIONS,
+        default="softmax",
+        help="default: %(default)s; exp breaks on purpose, see docs/doctor.md",
     )
     parser.add_argument(
         "--save-batch-bytes",
@@ -195,8 +217,8 @@ def main() -> None:
     torch.manual_seed(args.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-    feature_map = FEATURE_MAPS.get(args.feature_map)
-    model = GPT(args.layers, args.width, 4, args.context, feature_map).to(device)
+    attend = ATTENTIONS[args.attention]
+    model = GPT(args.layers, args.width, 4, args.context, attend).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
     warmup = 50
     scheduler = torch.optim.lr_scheduler.LambdaLR(

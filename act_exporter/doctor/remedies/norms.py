@@ -92,8 +92,8 @@ def add_norm(
                 f"{name}: width={width} for {features or 'an unknown number of'} features"
             )
         weights = itertools.chain(module.parameters(), model.parameters())
-        like = next(weight for weight in weights if weight.is_floating_point())
-        norms[name] = AddedNorm(own, first, like)
+        like = (weight for weight in weights if weight.is_floating_point())
+        norms[name] = AddedNorm(own, first, next(like, torch.empty(0)))
         nn.init.constant_(norms[name].weight, gain)
     for name, module in chosen.items():
         module.add_module(added, norms[name])

@@ -17,7 +17,8 @@ def initialise(model: nn.Module, *weights: str, std: float) -> list[str]:
         model: the model.
         weights: names of weights, or globs: "*.q_proj.weight".
         std: the standard deviation. `fan_in ** -0.5` keeps the variance of what goes in (LeCun et
-            al. 1998, Efficient BackProp); `(2 / (5 * width)) ** 0.5` is SmallInit of query, key and
+            al. 1998, Efficient BackProp), as muP's of hidden matrices do at any width (Yang et al.
+            2022, Tensor Programs V); `(2 / (5 * width)) ** 0.5` is SmallInit of query, key and
             value (Nguyen and Salazar 2019, Transformers without Tears); GPT-2 has 0.02 everywhere.
 
     Returns:

@@ -6,17 +6,20 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 import torch
+import typer
+from click.testing import Result
 from torch import nn
 from torch.utils.data import DataLoader
+from typer.testing import CliRunner
 
+from act_exporter.doctor import command
 from alerting.recovery import TrainingGuard
 from tests.alerting.recovery.trainer import FakeDetector
-
-COMMAND = Path(sys.executable).parent / "act-exporter"
 
 USERS_MODULE = """
 import torch
@@ -78,16 +81,32 @@ def failing():
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the user types: the working folder, with mine.py."""
     (tmp_path / "mine.py").write_text(USERS_MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    for name in ("mine", "other"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     return tmp_path
 
 
-def doctor(folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+def doctor(*arguments: str | Path) -> Result:
+    """The command in this process: a new one would take seconds to import torch."""
+    app = typer.Typer()
+    app.command()(command.doctor)
+    return CliRunner().invoke(app, list(map(str, arguments)))
+
+
+def typed(folder: Path, line: str) -> subprocess.CompletedProcess[str]:
+    """The command in a shell."""
+    commands = Path(sys.executable).parent
     return subprocess.run(
-        [COMMAND, "doctor", *arguments],
+        line,
+        shell=True,
         cwd=folder,
-        env={**os.environ, "COLUMNS": "100", "PYTHONDONTWRITEBYTECODE": "1"},
+        env={**os.environ, "COLUMNS": "100", "PATH": f"{commands}:{os.environ['PATH']}"},
         capture_output=True,
         text=True,
         timeout=120,
@@ -96,62 +115,65 @@ def doctor(folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess[
 
 class TestExitCode:
     def test_a_healthy_model_gives_0(self, folder: Path) -> None:
-        done = doctor(folder, "mine:build")
-        assert done.returncode == 0, done.stdout + done.stderr
+        done = doctor("mine:build")
+        assert done.exit_code == 0, done.stdout + done.stderr
         assert "critical" not in done.stdout.splitlines()[0]
         assert "checks ran" in done.stdout.splitlines()[0]
         assert "\n    clipping: needs " in done.stdout
 
     def test_a_sick_one_gives_1_and_says_where(self, folder: Path) -> None:
-        done = doctor(folder, "mine:sick")
-        assert done.returncode == 1, done.stdout + done.stderr
+        done = doctor("mine:sick")
+        assert done.exit_code == 1, done.stdout + done.stderr
         assert "\ncritical  nonfinite-weight  down\n" in done.stdout
         assert done.stdout.index("nonfinite-weight") < done.stdout.index("Change: ")
 
     def test_a_batch_that_the_model_cannot_run_gives_2(self, folder: Path) -> None:
-        done = doctor(folder, "mine:misfit")
-        assert done.returncode == 2
+        done = doctor("mine:misfit")
+        assert done.exit_code == 2
         assert "The forward failed: RuntimeError: mat1 and mat2 shapes cannot be" in done.stdout
 
     def test_quiet_is_the_code_alone(self, folder: Path) -> None:
-        done = doctor(folder, "mine:sick", "--quiet")
-        assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
+        done = doctor("mine:sick", "--quiet")
+        assert (done.exit_code, done.stdout, done.stderr) == (1, "", "")
 
 
 class TestFiles:
     def test_json_to_the_standard_output_is_nothing_but_json(self, folder: Path) -> None:
-        done = doctor(folder, "mine:sick", "--json", "-")
+        done = doctor("mine:sick", "--json", "-")
         said = json.loads(done.stdout)
         assert said["findings"][0]["fault"] == "nonfinite-weight"
         assert said["findings"][0]["layer"] == "down"
 
     def test_json_and_picture_go_into_files(self, folder: Path) -> None:
-        done = doctor(folder, "mine:build", "--json", "found.json", "--picture", "net.png")
-        assert done.returncode == 0, done.stderr
+        done = doctor("mine:build", "--json", "found.json", "--picture", "net.png")
+        assert done.exit_code == 0, done.stderr
         assert "checks ran" in done.stdout
         assert json.loads((folder / "found.json").read_text())["profile"][0]["layer"] == "up"
         assert (folder / "net.png").read_bytes().startswith(b"\x89PNG")
 
     def test_a_reproduction_needs_a_model_that_has_one(self, folder: Path) -> None:
-        done = doctor(folder, "mine:build", "--reproduction", "small.py")
-        assert done.returncode == 2
+        done = doctor("mine:build", "--reproduction", "small.py")
+        assert done.exit_code == 2
         assert "needs a model of a class of transformers" in done.stderr
         assert not (folder / "small.py").exists()
 
 
 class TestHelp:
-    def test_its_example_can_be_pasted(self, folder: Path) -> None:
-        done = doctor(folder, "--help")
+    def test_its_example_can_be_pasted(self, tmp_path: Path) -> None:
+        done = typed(tmp_path, "act-exporter doctor --help")
         assert done.returncode == 0
-        lines = [line.strip(" │") for line in done.stdout.splitlines()]
-        assert "act-exporter doctor sick:build --picture sick.png" in done.stdout
-        first, last = lines.index("import torch"), lines.index("def build():") + 3
-        body = [line.replace("│", " ") for line in done.stdout.splitlines()[first : last + 1]]
-        indent = len(body[0]) - len(body[0].lstrip())
-        (folder / "sick.py").write_text("\n".join(line[indent:].rstrip() for line in body))
-        done = doctor(folder, "sick:build", "--reproduction", "small.py")
+        shown = [line.rstrip() for line in done.stdout.splitlines()]
+        first = next(n for n, line in enumerate(shown) if line.strip() == "import torch")
+        last = next(n for n, line in enumerate(shown) if line.strip().endswith(", batch"))
+        (tmp_path / "sick.py").write_text(textwrap.dedent("\n".join(shown[first : last + 1])))
+        (example,) = [line for line in shown if line.strip().startswith("Example: ")]
+        line = f"{example.partition(': ')[2]} --reproduction small.py"
+        done = typed(tmp_path, line)
         assert done.returncode == 1, done.stdout + done.stderr
-        assert "initializer_range" in (folder / "small.py").read_text()
+        assert "critical  odd-weight" in done.stdout
+        assert (tmp_path / "sick.png").exists()
+        done = typed(tmp_path, "python small.py")
+        assert "critical  odd-weight" in done.stdout, "it is the configuration's"
 
 
 class TestMistakes:
@@ -172,8 +194,8 @@ class TestMistakes:
         ],
     )
     def test_are_one_sentence(self, folder: Path, arguments: list[str], says: str) -> None:
-        done = doctor(folder, *arguments)
-        assert done.returncode == 2
+        done = doctor(*arguments)
+        assert done.exit_code == 2
         assert done.stdout == ""
         assert done.stderr.startswith(f"act-exporter: {says.format(folder=folder)}")
         assert done.stderr.count("\n") == 1
@@ -181,7 +203,7 @@ class TestMistakes:
 
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A guarded run of the user's model, whose step 3 was bad: its down is NaN from then on."""
+    """A guarded run of the user's model: step 3 was bad, and after 4 its down has a NaN."""
     folder = tmp_path_factory.mktemp("run")
     names: dict[str, type[nn.Module]] = {}
     exec(USERS_MODULE, names)
@@ -203,9 +225,10 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         optimizer.step()
         optimizer.zero_grad()
         if step == 3:
+            detector.see_bad()
+        if step == 4:
             with torch.no_grad():
                 model.down.weight[0, 0] = torch.nan
-            detector.see_bad()
     return folder
 
 
@@ -220,7 +243,6 @@ class TestAfterAnAlert:
             checkpoint = run_folder / "checkpoints" / name
             batch = run_folder / self.BATCH
             done = doctor(
-                folder,
                 "mine:of_loader",
                 "--checkpoint",
                 checkpoint,
@@ -229,16 +251,16 @@ class TestAfterAnAlert:
                 "--json",
                 "-",
             )
+            assert done.exit_code == (when == "after"), done.output
             said = json.loads(done.stdout)
             assert said["profile"][0]["shape"] == [2, 4], "the batch of the file"
             found = {(one["fault"], one["layer"]) for one in said["findings"]}
             assert (("nonfinite-weight", "down") in found) is (when == "after")
-            assert done.returncode == (when == "after"), done.stderr
 
     def test_a_function_that_takes_no_batch_gets_the_files_in_its_place(self, folder: Path) -> None:
         torch.save(torch.full((7, 4), 2.0), folder / "seven.pt")
         for target in ("mine:only_model", "mine:build"):
-            done = doctor(folder, target, "--batch", "seven.pt", "--json", "-")
+            done = doctor(target, "--batch", "seven.pt", "--json", "-")
             assert json.loads(done.stdout)["profile"][0]["shape"] == [7, 4]
 
     def test_another_models_checkpoint_is_refused(self, folder: Path, run_folder: Path) -> None:
@@ -246,8 +268,8 @@ class TestAfterAnAlert:
             "import torch\ndef build(): return torch.nn.Linear(4, 1), torch.ones(1, 4)"
         )
         checkpoint = run_folder / "checkpoints" / "step-00000002-g0"
-        done = doctor(folder, "other:build", "--checkpoint", checkpoint)
-        assert done.returncode == 2
+        done = doctor("other:build", "--checkpoint", checkpoint)
+        assert done.exit_code == 2
         assert done.stderr == (
             f"act-exporter: {checkpoint} is of another model: the checkpoint has no bias, weight\n"
         )
@@ -259,7 +281,7 @@ class TestAfterAnAlert:
         torn.mkdir()
         whole = run_folder / "checkpoints" / "step-00000002-g0"
         (torn / ".metadata").write_bytes((whole / ".metadata").read_bytes())
-        done = doctor(folder, "mine:build", "--checkpoint", torn)
-        assert done.returncode == 2
+        done = doctor("mine:build", "--checkpoint", torn)
+        assert done.exit_code == 2
         assert f"{torn} cannot be loaded: FileNotFoundError" in done.stderr
         assert done.stderr.count("\n") == 1

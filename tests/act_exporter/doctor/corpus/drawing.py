@@ -42,6 +42,7 @@ KINDS: tuple[Callable[[Random], Patient], ...] = (
     attention.loud_qk_norm,
     attention.softmax_overflow,
     gradients.exploding,
+    gradients.amplifying,
     gradients.vanishing,
     gradients.nonfinite,
     gradients.dead,

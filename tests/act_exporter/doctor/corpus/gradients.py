@@ -15,25 +15,32 @@ from tests.act_exporter.doctor.corpus.patient import Body, Patient, patient
 
 
 def exploding(random: Random) -> Patient:
-    """A recurrent net in its chaotic state, or a deep net whose layers each amplify."""
-    if random.random() < 0.5:
-        body, gain = _recurrent(random), random.uniform(3, 5)
-        nn.init.normal_(
-            body.model.onward.weight, std=gain / math.sqrt(body.model.onward.in_features)
-        )
-        faults = {"exploding-gradients"}
-    else:
-        body, gain = _deep(random, nn.ReLU, random.randint(10, 16)), random.uniform(3, 5)
-        _spread(body, gain)
-        # Every layer's weights are a few times too large: which is the same said of another place.
-        faults = {"exploding-gradients", "odd-weight"}
-    norms = _norms(body)
+    """A recurrent net in its chaotic state: activations are bounded, gradients are not."""
+    body, gain = _recurrent(random), random.uniform(3, 5)
+    width = body.model.onward.in_features
+    nn.init.normal_(body.model.onward.weight, std=gain / math.sqrt(width))
     return patient(
         "exploding gradients",
         body,
         f"gain {gain:.1f}",
-        faults,
-        shown=shown("largest gradient norm", max(norms.values()), 1e3),
+        {"exploding-gradients"},
+        shown=shown("largest gradient norm", max(_norms(body).values()), 1e3),
+    )
+
+
+def amplifying(random: Random) -> Patient:
+    """A deep net whose layers each amplify, some three times: forward as backward."""
+    body, gain = _deep(random, nn.ReLU, random.randint(10, 16)), random.uniform(3, 5)
+    _spread(body, gain)
+    outputs = measures.tensors(body)
+    growth = measures.rms(outputs["head"]) / measures.rms(outputs["layers.0"])
+    return patient(
+        "layers that amplify",
+        body,
+        f"gain {gain:.1f}",
+        # One thing by three names: where it begins, and what it does either way.
+        {"growth-with-depth", "exploding-gradients", "odd-weight"},
+        shown=shown("last output over the first", growth, 1e3),
     )
 
 

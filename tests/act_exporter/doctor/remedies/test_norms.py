@@ -9,6 +9,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -25,6 +26,14 @@ from tests.act_exporter.doctor.seed_blocks import (
 )
 
 WIDTH, HEADS = 32, 4
+SMALL_GPT2 = GPT2Config(n_layer=2, n_embd=WIDTH, n_head=HEADS, n_positions=16, vocab_size=64)
+SMALL_LLAMA = LlamaConfig(
+    num_hidden_layers=2,
+    hidden_size=WIDTH,
+    intermediate_size=64,
+    num_attention_heads=HEADS,
+    vocab_size=64,
+)
 TOKENS = torch.arange(16).unsqueeze(0)
 
 
@@ -186,6 +195,31 @@ class TestSetGains:
     def test_what_is_no_norm_is_refused(self):
         with pytest.raises(SettingError, match=r"blocks\.0\.attn\.proj is no norm"):
             set_gains(gpt(), 0.1, "blocks.0.attn.proj")
+
+
+@pytest.mark.parametrize(
+    ("config", "layers", "more"),
+    [
+        (SMALL_GPT2, ("*.attn.c_attn",), {"width": 8, "first": 64}),
+        (SMALL_GPT2, ("*.attn",), {"width": 32}),
+        (SMALL_GPT2, ("*.mlp.c_proj",), {}),
+        (SMALL_LLAMA, ("*.q_proj", "*.k_proj"), {"width": 8}),
+        (SMALL_LLAMA, ("*.self_attn",), {"width": 32}),
+        (SMALL_LLAMA, ("*.o_proj", "*.down_proj"), {"side": "input"}),
+    ],
+)
+def test_transformers_models_run_and_learn_with_it(config, layers, more):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    before = model(TOKENS, labels=TOKENS).loss
+    changed = add_norm(model, *layers, **more)
+    assert len(changed) == len(layers) * config.num_hidden_layers
+    loss = model(TOKENS, labels=TOKENS).loss
+    loss.backward()
+    assert loss.item() != before.item()
+    gains = [own for name, own in model.named_parameters() if ".added_" in name]
+    assert len(gains) == len(changed)
+    assert all(own.grad is not None and own.grad.isfinite().all() for own in gains)
 
 
 def test_what_is_watched_stays_the_same():
