@@ -9,6 +9,7 @@ Zhang et al. 2019 (arXiv:1901.09321) on why depth asks for it.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -194,7 +195,7 @@ def _unlike(odd: Sequence[_Odd]) -> Finding:
 def _asked(odd: _Odd) -> float:
     """The standard deviation of its like, else LeCun's."""
     gain = odd.matrix.gain / odd.ratio if odd.alike else 1.0
-    return gain * odd.matrix.fan_in**-0.5
+    return gain / math.sqrt(odd.matrix.fan_in)
 
 
 def _all_loud(model: nn.Module, found: Sequence[Matrix], trace: Trace) -> Iterator[Finding]:
