@@ -53,10 +53,16 @@ def _in_float32(module: nn.Module, device: str) -> Iterator[None]:
 
 
 def whole(subject: Subject, dtype: torch.dtype) -> Trace:
-    """The forward of a copy of the model, all of it and the batch in `dtype`."""
-    other = Subject(copy.deepcopy(subject.model).to(dtype), _cast(subject.batch, dtype))
+    """The forward of a copy of the model, all of it and the batch in `dtype`.
+
+    The error of a model that cannot be copied stands in the trace.
+    """
+    try:
+        model = copy.deepcopy(subject.model).to(dtype)
+    except Exception as error:
+        return Trace(error=error)  # DDP holds a process group, for one
     with torch.no_grad():
-        return other.trace()
+        return Subject(model, _cast(subject.batch, dtype)).trace()
 
 
 def _cast(found: Any, dtype: torch.dtype) -> Any:

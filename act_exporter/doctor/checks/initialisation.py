@@ -9,6 +9,7 @@ Zhang et al. 2019 (arXiv:1901.09321) on why depth asks for it.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -172,9 +173,10 @@ def _unlike(odd: Sequence[_Odd]) -> Finding:
         layer=matrix.layer,
         what=f"{matrix.name} is {worst.off:.3g} times as {'large' if larger else 'small'} as {like}"
         f" (standard deviation {matrix.rms:.3g}, gain {matrix.gain:.3g}).",
-        change="Initialise it as its like (act_exporter.doctor.remedies.initialise), std ="
-        " 1 / sqrt(fan-in) ="
-        f" {matrix.fan_in**-0.5:.3g} or less; in a trained model go back to before it grew.",
+        change=f"Initialise it with std {_asked(worst):.3g}"
+        f"{', as its like' if worst.alike else ' or less'}"
+        " (act_exporter.doctor.remedies.initialise); in a trained model go back to before it"
+        f" {'grew' if larger else 'shrank'}.",
         why="Its output is louder by the same factor, and so is what its gradient does to the"
         " layers before."
         if larger
@@ -188,6 +190,12 @@ def _unlike(odd: Sequence[_Odd]) -> Finding:
         },
         strength=worst.off / (_PLAINLY if plain else _UNLIKE),
     )
+
+
+def _asked(odd: _Odd) -> float:
+    """The standard deviation of its like, else LeCun's."""
+    gain = odd.matrix.gain / odd.ratio if odd.alike else 1.0
+    return gain / math.sqrt(odd.matrix.fan_in)
 
 
 def _all_loud(model: nn.Module, found: Sequence[Matrix], trace: Trace) -> Iterator[Finding]:

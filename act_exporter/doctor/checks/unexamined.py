@@ -20,5 +20,6 @@ def check(subject: Subject) -> Iterator[Finding]:
     raise NeedsMoreError(
         "a person: for the operation that makes the first NaN of a backward, train inside"
         " `with torch.autograd.detect_anomaly():`; for whether inference kernels take a linear"
-        " attention's feature map, export the model to the framework it will be served by"
+        " attention's feature map, export the model (`torch.onnx.export(model, args, dynamo=True)`)"
+        " and build it with the framework that will serve it"
     )

@@ -35,6 +35,9 @@ def test_a_matrix_a_hundred_times_its_like_is_named_and_critical(place: str) -> 
     assert (found.severity, found.layer) == ("critical", f"transformer.h.2.{place}")
     assert found.evidence["times_its_like"] == pytest.approx(100, rel=0.1)
     assert found.evidence["other_matrices"] == 0
+    depth = 8**-0.5 if place.endswith("c_proj") else 1
+    asked = float(found.change.split("std ")[1].split(",")[0])
+    assert asked == pytest.approx(0.02 * depth, rel=0.1)
 
 
 def test_of_two_blocks_the_loud_one_is_named() -> None:
