@@ -82,7 +82,7 @@ def _missing(
         for norm in usual
         for block in stack
         if norm not in block.norms
-        and _has_place(block, norm)
+        and _has_place(block, norm, stack)
         and not _normed(block, norm, trace, known)
     ]
     if not lacking:
@@ -116,13 +116,18 @@ def _is_module(block: Block, path: str) -> bool:
     return path in dict(block.module.named_modules())
 
 
-def _has_place(block: Block, norm: str) -> bool:
+def _has_place(block: Block, norm: str, stack: Sequence[Block]) -> bool:
     """Whether the block has what the norm is a part of; another kind of layer has not."""
     parent = norm.rpartition(".")[0]
     if not parent:
         return True
+    like = {type(one.module.get_submodule(parent)) for one in stack if norm in one.norms}
     # An identity, or a list of nothing, is the shortcut of a block that needs none.
-    return _is_module(block, parent) and any(block.module.get_submodule(parent).children())
+    return (
+        _is_module(block, parent)
+        and type(block.module.get_submodule(parent)) in like
+        and any(block.module.get_submodule(parent).children())
+    )
 
 
 def _normed(block: Block, norm: str, trace: Trace, known: Mapping[str, nn.Module]) -> bool:

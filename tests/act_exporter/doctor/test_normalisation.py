@@ -107,6 +107,26 @@ def test_a_shortcut_that_only_wider_blocks_have_is_no_missing_norm() -> None:
     assert [f.fault for f in found] == ["norm-order"]
 
 
+def test_another_kind_of_attention_has_another_norm() -> None:
+    torch.manual_seed(0)
+    config = transformers.MiniMaxConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        block_size=8,
+        pad_token_id=0,
+    )
+    tokens = torch.randint(3, 64, (2, 16))
+    found = findings(transformers.MiniMaxForCausalLM(config), {"input_ids": tokens})
+    assert [f.fault for f in found] == ["norm-order"]
+
+
 def test_a_transformer_without_norms_needs_no_depth_to_be_told() -> None:
     model, batch = gpt2(layers=2)
     for block in range(2):
