@@ -18,9 +18,11 @@ looked at while the doctor's thresholds were tuned. Writes build/bench/doctor.js
 
 from __future__ import annotations
 
+import multiprocessing
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +30,8 @@ import torch
 from rich.progress import track
 
 from act_exporter.doctor import Finding, examine
-from tests.act_exporter.doctor.corpus import HALVES, KINDS, Patient, draw, healthy
+from deploy.demo.servers import _end_with_parent
+from tests.act_exporter.doctor.corpus import HALVES, KINDS, Half, Patient, draw, healthy
 from tests.benchmarks.report import parser_of, setting, write
 
 EXAMPLES = 4
@@ -38,41 +41,75 @@ HEALTHY = 36
 """Of each half: three of each architecture."""
 
 
+Example = tuple[Half, str, int]
+"""Half, the kind's function by its name or "healthy", number."""
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the doctor said of one example."""
+    """What the doctor said of one example.
 
-    patient: Patient
+    Attributes:
+        kind, name, faults, layers, shown: the patient's.
+        findings: the report's.
+        failed: checks that raised, and why.
+        seconds: that it took.
+    """
+
+    kind: str
+    name: str
+    faults: frozenset[str]
+    layers: frozenset[str | None]
+    shown: Mapping[str, float]
     findings: tuple[Finding, ...]
     failed: tuple[str, ...]
     seconds: float
 
     @property
-    def first(self) -> Finding | None:
-        return self.findings[0] if self.findings else None
+    def first(self) -> str:
+        return self.findings[0].fault if self.findings else "nothing"
 
     @property
     def named(self) -> bool:
-        return self.first is not None and self.first.fault in self.patient.faults
+        return self.first in self.faults
 
     @property
     def placed(self) -> bool:
-        return self.named and self.findings[0].layer in self.patient.layers
+        return self.named and self.findings[0].layer in self.layers
 
 
 def examined(patient: Patient) -> Verdict:
     """The doctor's verdict."""
     started = time.monotonic()
     report = examine(patient.body.model, patient.body.batch, **patient.given)
-    failed = [f"{name} {why}" for name, why in report.not_run.items() if why.startswith("failed")]
-    return Verdict(patient, report.findings, tuple(failed), time.monotonic() - started)
+    return Verdict(
+        kind=patient.kind,
+        name=patient.name,
+        faults=patient.faults,
+        layers=patient.layers,
+        shown=patient.shown,
+        findings=report.findings,
+        failed=tuple(
+            f"{name} {why}" for name, why in report.not_run.items() if why.startswith("failed")
+        ),
+        seconds=time.monotonic() - started,
+    )
+
+
+def drawn_and_examined(example: Example) -> Verdict:
+    """In a process of its own: models hold functions that cannot be sent to one."""
+    half, name, number = example
+    torch.set_num_threads(1)  # small models: a second thread waits more than it works
+    if name == "healthy":
+        return examined(healthy(half, number))
+    return examined(draw(next(kind for kind in KINDS if kind.__name__ == name), half, number))
 
 
 def judged(verdicts: Sequence[Verdict]) -> dict[str, Any]:
     """The figures of one half."""
-    sick = [verdict for verdict in verdicts if verdict.patient.faults]
-    well = [verdict for verdict in verdicts if not verdict.patient.faults]
-    located = [verdict for verdict in sick if verdict.patient.layers]
+    sick = [verdict for verdict in verdicts if verdict.faults]
+    well = [verdict for verdict in verdicts if not verdict.faults]
+    located = [verdict for verdict in sick if verdict.layers]
     alarms = [
         (verdict, finding)
         for verdict in well
@@ -81,7 +118,7 @@ def judged(verdicts: Sequence[Verdict]) -> dict[str, Any]:
     ]
     confusion: dict[str, Counter[str]] = defaultdict(Counter)
     for verdict in sick:
-        confusion[verdict.patient.kind][verdict.first.fault if verdict.first else "nothing"] += 1
+        confusion[verdict.kind][verdict.first] += 1
     return {
         "sick": len(sick),
         "healthy": len(well),
@@ -95,28 +132,28 @@ def judged(verdicts: Sequence[Verdict]) -> dict[str, Any]:
         "confusion": confusion,
         "wrong": [
             {
-                "example": verdict.patient.name,
-                "right": sorted(verdict.patient.faults),
+                "example": verdict.name,
+                "right": sorted(verdict.faults),
                 "said": _said(verdict.findings[:3]),
-                "shown": verdict.patient.shown,
+                "shown": verdict.shown,
             }
             for verdict in sick
             if not verdict.named
         ],
         "misplaced": [
             {
-                "example": verdict.patient.name,
-                "right": sorted(map(str, verdict.patient.layers)),
+                "example": verdict.name,
+                "right": sorted(map(str, verdict.layers)),
                 "said": _said(verdict.findings[:1]),
             }
             for verdict in located
             if verdict.named and not verdict.placed
         ],
         "alarmed": [
-            {"example": verdict.patient.name, "said": _said([finding]), "what": finding.what}
+            {"example": verdict.name, "said": _said([finding]), "what": finding.what}
             for verdict, finding in alarms
         ],
-        "failed": [f"{v.patient.name}: {failed}" for v in verdicts for failed in v.failed],
+        "failed": [f"{v.name}: {failed}" for v in verdicts for failed in v.failed],
     }
 
 
@@ -133,30 +170,27 @@ def main() -> None:
     parser = parser_of(__doc__, "doctor.json", "one example a kind, one healthy one a model")
     parser.add_argument("--only", metavar="KIND", help="only kinds with this in their name")
     parser.add_argument("--half", choices=HALVES, help="only this one")
+    parser.add_argument("--workers", type=int, default=2, help="processes (%(default)s)")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)  # small models: a second thread waits more than it works
-    kinds = [kind for kind in KINDS if not arguments.only or arguments.only in kind.__name__]
-    if not kinds and arguments.only != "healthy":
+    counts = {kind.__name__: 1 if arguments.quick else EXAMPLES for kind in KINDS}
+    counts["healthy"] = 12 if arguments.quick else HEALTHY
+    counts = {name: counts[name] for name in counts if (arguments.only or "") in name}
+    if not counts:
         raise SystemExit(f"--only {arguments.only}: no such kind")
-    examples, well = (1, 12) if arguments.quick else (EXAMPLES, HEALTHY)
-    if arguments.only not in (None, "healthy"):
-        well = 0
+    started = time.monotonic()
     results = {}
-    for half in HALVES:
-        if arguments.half not in (None, half):
-            continue
-        verdicts = [
-            examined(draw(kind, half, number))
-            for kind, number in track(
-                [(kind, number) for kind in kinds for number in range(examples)], f"{half}, sick"
-            )
-        ]
-        verdicts += [
-            examined(healthy(half, number)) for number in track(range(well), f"{half}, healthy")
-        ]
-        results[half] = judged(verdicts)
-        _tell(half, results[half])
-    result = setting(("act-exporter", "torch", "transformers"), threads=1)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(arguments.workers, context, _end_with_parent) as pool:
+        for half in HALVES if arguments.half is None else (arguments.half,):
+            examples = [(half, name, number) for name in counts for number in range(counts[name])]
+            verdicts = pool.map(drawn_and_examined, examples)
+            results[half] = judged(list(track(verdicts, half, total=len(examples))))
+            _tell(half, results[half])
+    result = setting(
+        ("act-exporter", "torch", "transformers"),
+        threads=arguments.workers,
+        seconds=round(time.monotonic() - started),
+    )
     result |= results.get("held-out", {})
     if "tuning" in results:
         result["tuning"] = results["tuning"]

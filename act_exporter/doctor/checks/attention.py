@@ -47,6 +47,10 @@ _ALL, _HALF = 0.8, 0.5
 # What was judged no bug in the issue above had 0.06, so it is a warning and no more.
 _COLLAPSED = 0.2
 
+# RMS of what query and key are made of. Normed, it is about 1; where it is louder, the fault lies
+# before the attention, and the logits are what it looks like.
+_LOUD_INPUT = 10.0
+
 _CHANGE = (
     "norm query and key (act_exporter.doctor.remedies.add_norm), or bring this layer's weights back"
     " to the scale of its like, and lower the learning rate that made them grow"
@@ -115,6 +119,8 @@ def _finding(
         "collapsed-entropy": "a collapsed attention passes little gradient to query and key, and"
         " comes before instability",
     }[fault]
+    maker = _maker(own, seen)
+    before = [s.rms for s in seen[: own.before] if s.layer == maker and s.place.side == "input"]
     evidence: dict[str, float | int | str] = {
         "largest_logit": own.largest,
         "entropy_share": own.entropy,
@@ -125,15 +131,18 @@ def _finding(
     }
     if own.product is not None:
         evidence["largest_product"] = own.product
+    if before:
+        evidence["input_rms"] = before[-1]
     return Finding(
         fault=fault,
         severity=severity,
-        layer=_maker(own, seen),
+        layer=maker,
         what=f"In {own.layer or 'the model'}: {what}.",
         change=f"{_CHANGE[0].upper()}{_CHANGE[1:]}.",
         why=f"{why[0].upper()}{why[1:]}.",
         evidence=evidence,
         strength=times,
+        symptom=bool(before) and before[-1] > _LOUD_INPUT,
     )
 
 

@@ -142,6 +142,13 @@ class TestFindings:
         (found,) = findings(model.half(), tokens())
         assert (found.fault, found.severity) == ("softmax-overflow", "critical")
 
+    @pytest.mark.parametrize(("part", "symptom"), [("norm1", True), ("attn.k_proj", False)])
+    def test_of_a_loud_input_they_are_a_symptom(self, part: str, symptom: bool) -> None:
+        model = decoder(SoftmaxAttention)
+        louder(model.blocks[1].get_submodule(part), 2_000)
+        (found,) = findings(model, tokens())
+        assert found.symptom == symptom
+
     def test_low_entropy_at_moderate_logits_is_a_warning(self) -> None:
         # A14 of the cases: normed query and key, and a scale of 1 in place of 1 / 16.
         config = transformers.Qwen3Config(

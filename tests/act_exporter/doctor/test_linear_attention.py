@@ -44,6 +44,12 @@ class TestUnboundedFeatureMap:
         assert found.layer == "blocks.0.attn"
         assert found.evidence["other_layers"] == 2
 
+    def test_a_sum_in_the_same_place_of_another_block_is_mended_with_it(self) -> None:
+        sum_ = LinearAttention(normalised=False)
+        exp = LinearAttention(torch.exp, normalised=False)
+        (found,) = findings(decoder(SoftmaxAttention, at_0=exp, at_2=sum_), tokens())
+        assert (found.fault, found.layer) == ("unbounded-feature-map", "blocks.0.attn")
+
     def test_of_the_seeds_unstable_block(self) -> None:
         (found,) = findings(*stack(UnstableBlock))
         assert (found.fault, found.severity) == ("unbounded-feature-map", "critical")

@@ -4,7 +4,7 @@ Each fault is shown by a measurement that knows nothing of the doctor: a draw in
 measured is thrown away, and the next one is taken.
 """
 
-from tests.act_exporter.doctor.corpus.drawing import HALVES, KINDS, draw, healthy
+from tests.act_exporter.doctor.corpus.drawing import HALVES, KINDS, Half, draw, healthy
 from tests.act_exporter.doctor.corpus.patient import Patient
 
-__all__ = ["HALVES", "KINDS", "Patient", "draw", "healthy"]
+__all__ = ["HALVES", "KINDS", "Half", "Patient", "draw", "healthy"]

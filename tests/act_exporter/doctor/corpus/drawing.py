@@ -13,11 +13,12 @@ from tests.act_exporter.doctor.corpus import (
     bodies,
     data,
     gradients,
+    habits,
     precision,
     training,
     weights,
 )
-from tests.act_exporter.doctor.corpus.patient import NotShownError, Patient, given, trained
+from tests.act_exporter.doctor.corpus.patient import NotShownError, Patient
 
 Half = Literal["tuning", "held-out"]
 HALVES: tuple[Half, ...] = ("tuning", "held-out")
@@ -47,14 +48,17 @@ KINDS: tuple[Callable[[Random], Patient], ...] = (
     gradients.nonfinite,
     gradients.dead,
     training.clip_before_unscale,
+    training.clip_after_step,
     training.high_rate,
     training.no_warm_up,
     training.rate_jump,
     precision.loud_part,
     precision.raw_input,
+    precision.residual_sum,
     training.nonfinite_moments,
     training.large_moments,
     training.stale_moments,
+    training.lost_step,
     training.epsilon,
     training.left_out,
     weights.outlier_channels,
@@ -78,18 +82,7 @@ def draw(kind: Callable[[Random], Patient], half: Half, number: int) -> Patient:
 def healthy(half: Half, number: int) -> Patient:
     """A healthy one: each architecture in turns, with different parts of a training."""
     build = bodies.BODIES[number % len(bodies.BODIES)]
-    return _seeded(lambda random: _healthy(random, build), f"{half} healthy {number}")
-
-
-def _healthy(random: Random, build: bodies.Build) -> Patient:
-    body = bodies.body(random, (build,))
-    half = random.random() < 0.25
-    step = trained(random, body, steps=random.choice([0, 0, 5]), half=half)
-    parts = given(step, batches=random.choice([0, 8]))
-    if random.random() < 0.3:
-        parts = {}
-    what = ", ".join(parts) or "model and batch alone"
-    return Patient(kind="healthy", name=f"healthy | {body.name} | {what}", body=body, given=parts)
+    return _seeded(lambda random: habits.healthy(random, build), f"{half} healthy {number}")
 
 
 def _seeded(make: Callable[[Random], Patient], seed: str) -> Patient:

@@ -60,6 +60,22 @@ def raw_input(random: Random) -> Patient:
     return _overflowing(random, "fp16 overflow of raw inputs", body, "16-bit numbers", names)
 
 
+def residual_sum(random: Random) -> Patient:
+    """A part's output and the stream, each within fp16, and their sum beyond it. Source: A02."""
+    # A norm that squares in fp16 would overflow before the sum does.
+    body = bodies.gpt(random, pre=True, blocks=random.randint(2, 4), norm=nn.LayerNorm)
+    index, channel = random.randrange(len(body.model.blocks)), random.randrange(8)
+    with torch.no_grad():
+        # Biases, as the massive activations of trained models are the same for all tokens.
+        for name, size in (("attn.out_proj", 3e4), ("mlp.down", 4e4)):
+            module = body.model.blocks[index].get_submodule(name)
+            if module.bias is None:
+                module.bias = nn.Parameter(torch.zeros(module.out_features))
+            module.bias[channel] = size * random.uniform(0.95, 1.1)
+    names = [f"blocks.{index}"]
+    return _overflowing(random, "fp16 overflow of a residual sum", body, names[0], names)
+
+
 def _overflowing(random: Random, kind: str, body: Body, what: str, names: list[str]) -> Patient:
     """In fp16, as weights or by autocast with a scaler.
 
@@ -67,14 +83,15 @@ def _overflowing(random: Random, kind: str, body: Body, what: str, names: list[s
         NotShownError: fp32 is not finite, or fp16 is, or something else is the first to overflow.
     """
     full = measures.loss(body)
-    half = measures.in_half(body)
-    first = next((name for name, t in measures.tensors(half).items() if not t.isfinite().all()), "")
     more = {}
     if random.random() < 0.5:
-        body, what = half, f"{what}, weights in fp16"
+        body, what = measures.in_half(body), f"{what}, weights in fp16"
     else:
         what = f"{what}, autocast"
         more = given(trained(random, body, half=True))
+    with torch.autocast("cpu", torch.float16, enabled=bool(more)):
+        outputs = measures.tensors(body)
+    first = next((name for name, t in outputs.items() if not t.isfinite().all()), "")
     place = places.family(*names)
     return patient(
         kind,

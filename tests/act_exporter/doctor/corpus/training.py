@@ -7,6 +7,7 @@ Kingma and Ba 2014; Wortsman et al. 2023, arXiv:2304.13013; A19, C02.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from random import Random
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from tests.act_exporter.doctor.corpus import bodies, measures
 from tests.act_exporter.doctor.corpus.measures import rms, shown
 from tests.act_exporter.doctor.corpus.patient import (
+    Batch,
     Body,
     Patient,
     Step,
@@ -41,6 +43,39 @@ def clip_before_unscale(random: Random) -> Patient:
         # What is left of the norm is the bound over the scale.
         shown=shown("norm over what is left of it", norm * step.scaler.get_scale(), 100),
     )
+
+
+def clip_after_step(random: Random) -> Patient:
+    """Gradients are clipped when the optimizer has used them: not at all."""
+    body = bodies.body(random, (bodies.gpt, bodies.mlp, bodies.cnn, bodies.llama, bodies.gpt2))
+    step = trained(random, body)
+    step.max_norm = None
+    norm = float(torch.stack([g.norm() for g in measures.gradients(body).values()]).norm())
+    late = LateClip(step, norm / random.uniform(2, 20))
+    return patient(
+        "clipped after the step",
+        body,
+        f"to {late.max_norm:.2g}",
+        {"clip-after-step"},
+        layers=frozenset({None}),
+        given={**given(step), "train_step": late},
+        shown=shown("norm that the optimizer saw over the bound", norm / late.max_norm, 1.5),
+    )
+
+
+@dataclass
+class LateClip:
+    """A step that clips at its end."""
+
+    step: Step
+    max_norm: float
+
+    def __call__(self, batch: Batch) -> None:
+        body, optimizer = self.step.body, self.step.optimizer
+        optimizer.zero_grad()
+        body.loss(batch).backward()
+        optimizer.step()
+        torch.nn.utils.clip_grad_norm_(body.model.parameters(), self.max_norm)
 
 
 def high_rate(random: Random) -> Patient:
@@ -192,6 +227,24 @@ def stale_moments(random: Random) -> Patient:
         name,
         "stale-moments",
         shown=shown("gradient over the root of its second moment", ratio, 30),
+    )
+
+
+def lost_step(random: Random) -> Patient:
+    """Moments are loaded and the step counter is not. Source: C02, bigscience tr8b-104B."""
+    body, step, name, _ = _with_state(random)
+    before = rms(measures.updates(step)[name])
+    for state in step.optimizer.state.values():
+        state["step"].zero_()
+    after = rms(measures.updates(step)[name])
+    return patient(
+        "step counter lost",
+        body,
+        name,
+        {"lost-step"},
+        given=given(step),
+        # Bias correction as of a first step, of moments that are none.
+        shown=shown("next update, more or less than before by", abs(after / before - 1), 0.05),
     )
 
 
