@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -120,6 +121,9 @@ def traced(model: nn.Module, forward: Callable[[], Any], look: Look | None = Non
         fast = torch.backends.mha.get_fastpath_enabled()
         stack.callback(torch.backends.mha.set_fastpath_enabled, fast)
         torch.backends.mha.set_fastpath_enabled(False)
+        if "torch._dynamo" in sys.modules:  # else nothing is compiled; its import takes seconds
+            # A compiled module does not show what is fused in it, and compiles anew for our hooks.
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
         try:
             trace.output = forward()
         except Exception as error:

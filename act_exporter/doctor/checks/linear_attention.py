@@ -166,8 +166,8 @@ def _measured_unbounded(
         severity="critical",
         layer=first.scope or None,
         what=f"The attention context of {first.scope or 'the model'} grows from {low:.3g} to"
-        f" {high:.3g} when the projections before it get 4 times louder; softmax attention's"
-        " would grow 4 times.",
+        f" {high:.3g} when the projections before it go from an RMS of {_LEVELS[0]:g} to"
+        f" {_LEVELS[-1]:g}; softmax attention's would grow 4 times.",
         change="Use a feature map that is bounded or grows as its input does, and divide by the"
         " keys' sum: act_exporter.doctor.remedies.linear_attention.",
         why="With an exponential map a query or key that gets somewhat larger makes the context"
@@ -206,8 +206,8 @@ def _unnormalised(summed: list[_Grown]) -> Finding:
         severity="critical",
         layer=first.scope or None,
         what=f"The attention context of {first.scope or 'the model'} grows from {low:.3g} at a"
-        f" sequence of {shortest:g} to {high:.3g} at {longest:g}: it is a sum over the sequence,"
-        " no mean.",
+        f" sequence of {shortest:g} to {high:.3g} at {longest:g}, its projections at an RMS of 1:"
+        " it is a sum over the sequence, no mean.",
         change="Divide by the sum of the keys' features:"
         " act_exporter.doctor.remedies.linear_attention. A norm on the context keeps the stream"
         " calm, but not the context.",
