@@ -60,10 +60,11 @@ def check(subject: Subject) -> Iterator[Finding]:
     trace = subject.plain
     known = norms(subject.model)
     found = [stack for stack in stacks(subject.model, trace) if len(stack) > 1]
+    names = {block.name for stack in found for block in stack}
     missing = [
         *(f for stack in found for f in _missing(stack, trace, known)),
         *(f for stack in found for f in _normless(stack, subject)),
-        *(f for stack in found for f in _no_final(stack, trace, known)),
+        *(f for stack in found for f in _no_final(stack, trace, known, names)),
     ]
     yield from missing[:1]
     yield from loud_gains(known, trace)
@@ -193,7 +194,7 @@ def _correlation(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def _no_final(
-    stack: Sequence[Block], trace: Trace, known: Mapping[str, nn.Module]
+    stack: Sequence[Block], trace: Trace, known: Mapping[str, nn.Module], blocks: set[str]
 ) -> Iterator[Finding]:
     """A pre-norm stream that leaves the model as loud as it has become."""
     if any(block.order != "pre" for block in stack):
@@ -201,9 +202,9 @@ def _no_final(
     last = stack[-1]
     end = next(n for n, seen in enumerate(trace.seen) if seen is last.last)
     for seen in trace.seen[end + 1 :]:
-        if seen.place.side == "input" and seen.layer in known:
+        if seen.layer in known:
             return
-        if seen.place.side == "input" and type(seen.place.module) is type(last.module):
+        if seen.layer in blocks:
             break  # the next stack has begun
     growth = last.last.rms / stack[0].first.rms if stack[0].first.rms else 1.0
     yield Finding(

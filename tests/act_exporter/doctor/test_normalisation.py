@@ -166,6 +166,30 @@ def test_a_pre_norm_stream_that_nothing_norms_at_the_end() -> None:
     assert only(findings(decoder.eval(), batch), "missing-norm").layer == "encoder.block.1"
 
 
+def test_an_encoders_end_is_not_normed_by_the_decoder() -> None:
+    torch.manual_seed(0)
+    config = transformers.WhisperConfig(
+        vocab_size=64,
+        d_model=32,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=48,
+        decoder_ffn_dim=48,
+        max_source_positions=10,
+        max_target_positions=16,
+        num_mel_bins=4,
+        pad_token_id=0,
+        decoder_start_token_id=1,
+    )
+    model = transformers.WhisperForConditionalGeneration(config)
+    batch = {"input_features": torch.randn(2, 4, 20), "labels": torch.randint(3, 64, (2, 6))}
+    assert [f.fault for f in findings(model, batch)] == ["norm-order"]
+    model.get_submodule("model.encoder").layer_norm = nn.Identity()
+    assert only(findings(model, batch), "missing-norm").layer == "model.encoder.layers.1"
+
+
 def test_a_loud_gain_is_named() -> None:
     model, batch = gpt2()
     nn.init.constant_(model.get_parameter("transformer.h.1.ln_2.weight"), 60)
