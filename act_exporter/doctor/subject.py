@@ -176,7 +176,7 @@ def _remembered(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
 
 
 def _copied(value: Any) -> Any:
-    """The value, with lists and dicts anew and the tensors in them, parameters for some, the same."""
+    """The value, lists and dicts anew, and the tensors in them, parameters or not, the same."""
     if isinstance(value, dict):
         return {key: _copied(inside) for key, inside in value.items()}
     return [_copied(inside) for inside in value] if isinstance(value, list) else value
