@@ -51,9 +51,12 @@ def first_nonfinite(trace: Trace, plain: Trace | None = None) -> Onset | None:
             (a mask) or has another cause.
     """
     known = _known(plain)
+    given = {(s.layer, s.place.call): s.nonfinite for s in trace.outputs()}
     for index, seen in enumerate(trace.seen):
         if seen.nonfinite <= known.get((seen.layer, seen.place.side, seen.place.call), 0):
             continue
+        if given.get((seen.layer, seen.place.call)) == 0:
+            continue  # what it took was infinite, what it gave is not: a softmax' mask
         layer, parts = _made_in(trace.seen, index)
         operands = [trace.seen[index - 1]] if index else []
         operands += [s for s in trace.seen[:index] if parts and _begins(s, layer)][-1:]

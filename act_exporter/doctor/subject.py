@@ -120,10 +120,13 @@ class Subject:
         """
         tensors = list(self.model.buffers())
         states: list[tuple[Any, Any]] = []
+        restore_optimizer: Callable[[], None] = lambda: None  # noqa: E731
         if weights:
             tensors += self.model.parameters()
-            owners = (self.optimizer, self.scheduler, self.scaler)
+            owners = (self.scheduler, self.scaler)
             states = [(own, copy.deepcopy(own.state_dict())) for own in owners if own is not None]
+            if self.optimizer is not None:
+                restore_optimizer = _remembered(self.optimizer)
         values = [tensor.detach().clone() for tensor in tensors]
         gradients = [(p, p.grad) for p in self.model.parameters()]
         for parameter, _ in gradients:
@@ -138,6 +141,7 @@ class Subject:
             with torch.no_grad():
                 for tensor, value in zip(tensors, values, strict=True):
                     tensor.copy_(value)
+                restore_optimizer()
             for own, state in states:
                 own.load_state_dict(state)
             stages.clear()
@@ -146,6 +150,36 @@ class Subject:
                 parameter.grad = gradient
             for module, training in modes:
                 module.training = training
+
+
+def _remembered(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """A function that makes it what it is now, to the same objects.
+
+    `load_state_dict` would not: it casts moments to the weights' dtype, and replaces the groups.
+    """
+    owners: list[dict[Any, Any]] = [*optimizer.param_groups, *optimizer.state.values()]
+    insides = [(own, {key: _copied(value) for key, value in own.items()}) for own in owners]
+    tensors = [(v, v.clone()) for own in owners for v in own.values() if torch.is_tensor(v)]
+    groups, states = list(optimizer.param_groups), dict(optimizer.state)
+
+    def restore() -> None:
+        optimizer.param_groups[:] = groups
+        optimizer.state.clear()
+        optimizer.state.update(states)
+        for own, inside in insides:
+            own.clear()
+            own.update(inside)
+        for tensor, value in tensors:
+            tensor.copy_(value)
+
+    return restore
+
+
+def _copied(value: Any) -> Any:
+    """The value, lists and dicts anew, and the tensors in them, parameters or not, the same."""
+    if isinstance(value, dict):
+        return {key: _copied(inside) for key, inside in value.items()}
+    return [_copied(inside) for inside in value] if isinstance(value, list) else value
 
 
 def called(model: nn.Module, batch: Batch) -> Any:

@@ -60,10 +60,11 @@ def check(subject: Subject) -> Iterator[Finding]:
     trace = subject.plain
     known = norms(subject.model)
     found = [stack for stack in stacks(subject.model, trace) if len(stack) > 1]
+    names = {block.name for stack in found for block in stack}
     missing = [
         *(f for stack in found for f in _missing(stack, trace, known)),
         *(f for stack in found for f in _normless(stack, subject)),
-        *(f for stack in found for f in _no_final(stack, trace, known)),
+        *(f for stack in found for f in _no_final(stack, trace, known, names)),
     ]
     yield from missing[:1]
     yield from loud_gains(known, trace)
@@ -82,7 +83,7 @@ def _missing(
         for norm in usual
         for block in stack
         if norm not in block.norms
-        and _has_place(block, norm)
+        and _has_place(block, norm, stack)
         and not _normed(block, norm, trace, known)
     ]
     if not lacking:
@@ -116,13 +117,18 @@ def _is_module(block: Block, path: str) -> bool:
     return path in dict(block.module.named_modules())
 
 
-def _has_place(block: Block, norm: str) -> bool:
+def _has_place(block: Block, norm: str, stack: Sequence[Block]) -> bool:
     """Whether the block has what the norm is a part of; another kind of layer has not."""
     parent = norm.rpartition(".")[0]
     if not parent:
         return True
+    like = {type(one.module.get_submodule(parent)) for one in stack if norm in one.norms}
     # An identity, or a list of nothing, is the shortcut of a block that needs none.
-    return _is_module(block, parent) and any(block.module.get_submodule(parent).children())
+    return (
+        _is_module(block, parent)
+        and type(block.module.get_submodule(parent)) in like
+        and any(block.module.get_submodule(parent).children())
+    )
 
 
 def _normed(block: Block, norm: str, trace: Trace, known: Mapping[str, nn.Module]) -> bool:
@@ -188,7 +194,7 @@ def _correlation(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def _no_final(
-    stack: Sequence[Block], trace: Trace, known: Mapping[str, nn.Module]
+    stack: Sequence[Block], trace: Trace, known: Mapping[str, nn.Module], blocks: set[str]
 ) -> Iterator[Finding]:
     """A pre-norm stream that leaves the model as loud as it has become."""
     if any(block.order != "pre" for block in stack):
@@ -196,9 +202,9 @@ def _no_final(
     last = stack[-1]
     end = next(n for n, seen in enumerate(trace.seen) if seen is last.last)
     for seen in trace.seen[end + 1 :]:
-        if seen.place.side == "input" and seen.layer in known:
+        if seen.layer in known:
             return
-        if seen.place.side == "input" and type(seen.place.module) is type(last.module):
+        if seen.layer in blocks:
             break  # the next stack has begun
     growth = last.last.rms / stack[0].first.rms if stack[0].first.rms else 1.0
     yield Finding(

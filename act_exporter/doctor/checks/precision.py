@@ -114,7 +114,8 @@ def _overflow(onset: Onset, fault: str, form: str, uses: bool) -> Finding:
         layer=onset.layer,
         what=f"In {form} the first number that does not fit is made {onset.where};"
         f" {_operands(onset)}. In float32 all is finite.",
-        change="Keep the residual stream in float32, or train in bfloat16."
+        change="Compute this (a residual stream's sum, an attention's products) in float32, or"
+        " train in bfloat16."
         if onset.parts
         else "Keep this layer in float32 (autocast off around it), or train in bfloat16.",
         why=f"float16 ends at {_FP16:,.0f}; bfloat16 has float32's range. A lower learning rate"

@@ -107,6 +107,26 @@ def test_a_shortcut_that_only_wider_blocks_have_is_no_missing_norm() -> None:
     assert [f.fault for f in found] == ["norm-order"]
 
 
+def test_another_kind_of_attention_has_another_norm() -> None:
+    torch.manual_seed(0)
+    config = transformers.MiniMaxConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        block_size=8,
+        pad_token_id=0,
+    )
+    tokens = torch.randint(3, 64, (2, 16))
+    found = findings(transformers.MiniMaxForCausalLM(config), {"input_ids": tokens})
+    assert [f.fault for f in found] == ["norm-order"]
+
+
 def test_a_transformer_without_norms_needs_no_depth_to_be_told() -> None:
     model, batch = gpt2(layers=2)
     for block in range(2):
@@ -144,6 +164,30 @@ def test_a_pre_norm_stream_that_nothing_norms_at_the_end() -> None:
     decoder, batch = healthy("t5")
     decoder.get_submodule("encoder").final_layer_norm = nn.Identity()
     assert only(findings(decoder.eval(), batch), "missing-norm").layer == "encoder.block.1"
+
+
+def test_an_encoders_end_is_not_normed_by_the_decoder() -> None:
+    torch.manual_seed(0)
+    config = transformers.WhisperConfig(
+        vocab_size=64,
+        d_model=32,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=48,
+        decoder_ffn_dim=48,
+        max_source_positions=10,
+        max_target_positions=16,
+        num_mel_bins=4,
+        pad_token_id=0,
+        decoder_start_token_id=1,
+    )
+    model = transformers.WhisperForConditionalGeneration(config)
+    batch = {"input_features": torch.randn(2, 4, 20), "labels": torch.randint(3, 64, (2, 6))}
+    assert [f.fault for f in findings(model, batch)] == ["norm-order"]
+    model.get_submodule("model.encoder").layer_norm = nn.Identity()
+    assert only(findings(model, batch), "missing-norm").layer == "model.encoder.layers.1"
 
 
 def test_a_loud_gain_is_named() -> None:

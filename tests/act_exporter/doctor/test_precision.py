@@ -132,6 +132,16 @@ def test_a_mask_that_becomes_infinite_is_healthy() -> None:
     assert findings(Masked(), vectors(16), scaler=scaler()) == []
 
 
+def test_a_mask_is_not_where_nan_began() -> None:
+    class Broken(Masked):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            scores = torch.zeros(8, 8).masked_fill(torch.ones(8, 8).triu(1).bool(), -torch.inf)
+            return self.out((self.softmax(scores) @ x - 1e6).log())
+
+    found = only(findings(Broken(), vectors(16)), "nonfinite-activation")
+    assert found.evidence["first_tensor"] == "out input"
+
+
 class Exploding(nn.Module):
     """exp of what comes in: infinite in every format."""
 
