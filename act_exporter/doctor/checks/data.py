@@ -32,9 +32,9 @@ FAULTS = {
 # Shorter rows may be alike by chance: eight tokens in a vocabulary of two, once in 256.
 _TOKENS = 8
 
-# Of k rows drawn with replacement from n about k/2n come again: a quarter means that half of the
-# data fits into these few batches. One whole batch that comes again is no chance at all.
-_REPEATED = 0.25
+# Of k rows drawn with replacement from n about k/2n come again: a third means that two thirds of
+# the data fit into these few batches. One whole batch that comes again is no chance at all.
+_REPEATED = 1 / 3
 
 # Padding to a sequence that is 8 times the usual costs 7/8 of the memory and of the time, and a
 # model meets positions there that it hardly ever trains.

@@ -49,8 +49,8 @@ _LOWER = (0.1, 0.01, 1e-3)
 _OVER_USUAL = 10.0
 
 # Adam knows the size of gradients after 2 / (1 - beta2) steps, and large runs warm up over one in a
-# hundred of all. Ten steps of Adam's 2,000, and half of the one in a hundred, are no warm-up.
-_ADAM, _NOT_ADAM = 2.0, 0.005
+# hundred of all. Five steps of Adam's 2,000, and half of the one in a hundred, are no warm-up.
+_ADAM, _NOT_ADAM = 2.0, 0.0025
 _SHARE, _NOT_SHARE = 0.01, 0.005
 
 # One step may raise the rate by this share of the peak; a short linear warm-up takes a third.

@@ -116,7 +116,8 @@ class Mixture(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         shares, chosen = self.router(x).softmax(-1).topk(2, dim=-1)
         weights = torch.zeros_like(x[..., :1]).expand(*x.shape[:-1], len(self.experts))
-        weights = weights.scatter(-1, chosen, shares / shares.sum(-1, keepdim=True))
+        shares = shares / shares.sum(-1, keepdim=True)
+        weights = weights.scatter(-1, chosen, shares.to(weights.dtype))  # float32 under autocast
         return sum(weights[..., i, None] * expert(x) for i, expert in enumerate(self.experts))
 
 
