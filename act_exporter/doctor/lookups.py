@@ -117,8 +117,24 @@ def look_up(subject: Subject) -> Lookups:
                 called(subject.model, subject.batch)
         except Exception:
             # What else a forward raises is told by what the other checks see of it.
-            return lookups
+            length, limit = _longest(subject.batch), positions_of(subject.model)
+            if lookups.beyond is None and limit is not None and length > limit:
+                lookups.beyond = _too_long(length, limit, None)
     return lookups
+
+
+def positions_of(model: nn.Module) -> int | None:
+    """How long a sequence the model was made for, where its configuration says so."""
+    for module in model.modules():
+        limit = getattr(getattr(module, "config", None), "max_position_embeddings", None)
+        if isinstance(limit, int) and limit > 0:
+            return limit
+    return None
+
+
+def _longest(batch: Batch) -> int:
+    tokens = (own for _, own in leaves(batch) if own.ndim == 2 and not own.is_floating_point())
+    return max((own.shape[1] for own in tokens), default=0)
 
 
 def _is_counted(ids: torch.Tensor) -> bool:
@@ -152,7 +168,7 @@ def _too_long(length: int, rows: int, layer: str | None) -> Finding:
         fault="odd-length",
         severity="critical",
         layer=layer,
-        what=f"Sequences of {length} tokens need positions beyond the {rows} of {layer or 'it'}.",
+        what=f"Sequences have {length} tokens; {layer or 'the model'} has positions for {rows}.",
         change="Cut or pack sequences where data is read, or give the model more positions.",
         why="A position that has no row cannot be looked up; on CUDA the process ends.",
         evidence={"length": length, "positions": rows},

@@ -52,11 +52,15 @@ def _marked(report: Report) -> list[tuple[Finding, int]]:
         for place, seen in enumerate(report.profile):
             if seen.place.side == side:
                 places.setdefault(seen.layer, place)
-    found = [
-        (finding, places[finding.layer])
-        for finding in report.findings
-        if finding.layer in places and finding.severity != "info"
-    ]
+    apart = _every(report.profile)
+    found: list[tuple[Finding, int]] = []
+    for finding in report.findings:
+        if finding.layer not in places or finding.severity == "info":
+            continue
+        place = places[finding.layer]
+        # Beside an earlier one it has no room of its own.
+        near = (other for _, other in found if abs(other - place) < apart)
+        found.append((finding, next(near, place)))
     return found[:_MARKED]
 
 
@@ -115,7 +119,7 @@ def _by_place(marked: list[tuple[Finding, int]]) -> dict[int, str]:
 
 
 def _name(axis: Axes, profile: Sequence[Seen], marked: set[int]) -> None:
-    every = max(1, -(-len(profile) // _NAMES))
+    every = _every(profile)
     # Room for those that are marked.
     evenly = [
         place
@@ -128,6 +132,11 @@ def _name(axis: Axes, profile: Sequence[Seen], marked: set[int]) -> None:
         label.set(rotation=40, ha="right", rotation_mode="anchor")
         if place in marked:
             label.set(color=BAD, fontweight="bold")
+
+
+def _every(profile: Sequence[Seen]) -> int:
+    """How far apart names must be."""
+    return max(1, -(-len(profile) // _NAMES))
 
 
 def _short(seen: Seen) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import torch
 
 from act_exporter.doctor.finding import CERTAIN, Finding, Severity, UnusableBatchError
-from act_exporter.doctor.lookups import Lookups, beyond, empty, leaves, look_up
+from act_exporter.doctor.lookups import Lookups, beyond, empty, leaves, look_up, positions_of
 from act_exporter.doctor.subject import Batch, Subject
 
 FAULTS = {
@@ -55,7 +55,8 @@ def check(subject: Subject) -> Iterator[Finding]:
     lookups = look_up(subject)
     if lookups.beyond is not None:
         yield lookups.beyond
-        raise UnusableBatchError("ids within their tables")
+        short = lookups.beyond.fault == "odd-length"
+        raise UnusableBatchError("shorter sequences" if short else "ids within their tables")
     contents = [path for path, tensor in own if lookups.is_content(path, tensor)]
     lengths = list(_lengths(subject, contents))
     yield from lengths
@@ -177,8 +178,7 @@ def _lengths(subject: Subject, contents: list[str]) -> Iterator[Finding]:
     own = lengths(subject.batch)
     if not any(own):
         return  # no tokens, or padding alone
-    config = getattr(subject.model, "config", None)
-    limit = getattr(config, "max_position_embeddings", None)
+    limit = positions_of(subject.model)
     others = [length for batch in subject.more_batches for length in lengths(batch)]
     longest, usual = max(own + others), statistics.median(others or own)
     evidence: dict[str, float | int | str] = {"longest": longest, "median": usual}
@@ -186,7 +186,7 @@ def _lengths(subject: Subject, contents: list[str]) -> Iterator[Finding]:
     if max(own) <= 1:
         severity = "critical"  # the mean over no label is NaN
         what, strength = "Each sequence of the batch has one token: nothing follows it.", CERTAIN
-    elif isinstance(limit, int) and limit > 0 and longest > limit:
+    elif limit is not None and longest > limit:
         evidence["max_position_embeddings"] = limit
         what = f"A sequence has {longest} tokens; the model was made for {limit}."
         strength = longest / limit

@@ -73,11 +73,15 @@ def test_an_id_beyond_its_table_in_a_further_batch_is_found() -> None:
     assert 'batch 2 of "batches"' in finding.what
 
 
-def test_more_tokens_than_positions_is_a_matter_of_length() -> None:
-    model, _ = learner("gpt2")
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [("gpt2", "inner.transformer.wpe"), ("bert", None)],  # BERT fails before it looks one up
+)
+def test_more_tokens_than_positions_is_a_matter_of_length(name: str, layer: str | None) -> None:
+    model, _ = learner(name)
     [finding] = found(Subject(model, text(length=40)))
     assert (finding.fault, finding.severity) == ("odd-length", "critical")
-    assert finding.layer == "inner.transformer.wpe"
+    assert finding.layer == layer
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
@@ -154,7 +158,6 @@ def test_odd_lengths_are_found(lengths: list[int], own: int) -> None:
 
 def test_lengths_beyond_what_the_model_was_made_for_are_found() -> None:
     model, _ = learner("llama")
-    model.config = model.inner.config  # type: ignore[assignment]
     [finding] = found(Subject(model, text(length=48)))
     assert (finding.fault, finding.evidence["max_position_embeddings"]) == ("odd-length", 32)
 
