@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import sqlite3
 import sys
 import time
@@ -17,6 +16,7 @@ from act_exporter.collector import LayerPage
 from act_exporter.exceptions import ActExporterError, SettingError
 from act_exporter.layers import Tap, find_taps
 from act_exporter.levels import BASELINE_STEPS
+from act_exporter.loading import call, find_function
 from act_exporter.progress import progress
 
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ def main() -> None:
     from act_exporter import __version__
     from act_exporter.assets import write_assets
     from act_exporter.capacity.command import capacity
+    from act_exporter.doctor.command import HELP as DOCTOR_HELP
+    from act_exporter.doctor.command import doctor
     from act_exporter.report.command import HELP as REPORT_HELP
     from act_exporter.report.command import report
     from act_exporter.rules import DEFAULTS, RuleThresholds, write_rules
@@ -192,6 +194,7 @@ def main() -> None:
             f" run {levels.run}"
         )
 
+    app.command(help=DOCTOR_HELP)(doctor)
     app.command(help=REPORT_HELP)(report)
 
     @app.command()
@@ -248,40 +251,10 @@ def _opened(output: Path | None) -> Iterator[TextIO]:
 
 def _build(target: str) -> nn.Module:
     """The model that the user's `module:function` returns."""
-    module_name, colon, function_name = target.partition(":")
-    if not (module_name and colon and function_name):
-        raise SettingError(
-            f"{target!r} is not of the form module:function, such as train:build_model"
-        )
-    # A console script finds its own folder there, not the user's.
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        # The user's module may be there and miss another.
-        missing = error.name is not None and f"{module_name}.".startswith(f"{error.name}.")
-        raise SettingError(
-            f"no module {error.name!r} can be imported from {Path.cwd()}"
-            if missing
-            else f"importing {module_name!r} failed: {_said(error)}"
-        ) from error
-    except Exception as error:
-        raise SettingError(f"importing {module_name!r} failed: {_said(error)}") from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        raise SettingError(f"module {module_name!r} has no function {function_name!r}")
-    try:
-        model = function()
-    except Exception as error:
-        raise SettingError(f"{target} failed: {_said(error)}") from error
+    model = call(target, find_function(target))
     if not isinstance(model, nn.Module):
         raise SettingError(f"{target} returned {type(model).__name__}, which is no torch.nn.Module")
     return model
-
-
-def _said(error: Exception) -> str:
-    """An error in one line, as it is part of a sentence."""
-    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _watch(watch: list[str]) -> str | list[str]:

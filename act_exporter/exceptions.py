@@ -19,3 +19,8 @@ class NothingToWatchError(ActExporterError, ValueError):
 
 class StateError(ActExporterError, ValueError):
     """A saved state is not one of ours or has lost a part; nothing was loaded from it."""
+
+
+def one_line(error: BaseException) -> str:
+    """Anybody's error, as it is part of a sentence."""
+    return " ".join(f"{type(error).__name__}: {error}".split())

@@ -149,6 +149,11 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield clean, module
 
 
+def find_blocks(model: nn.Module) -> list[str]:
+    """Names of the blocks of `model`, the modules of one class that follow each other; or none."""
+    return _blocks(dict(named_modules(model)))
+
+
 def _unwrapped(module: nn.Module) -> nn.Module:
     """The module that a user wrote, without what was put around it."""
     while True:
@@ -195,8 +200,11 @@ def _is_called(module: nn.Module) -> bool:
     return getattr(module.forward, "__func__", None) is not nn.Module.forward
 
 
-def _is_projection(module: nn.Module) -> bool:
-    """Whether it multiplies by a matrix or convolves; an embedding only looks up."""
+def is_projection(module: nn.Module) -> bool:
+    """Whether it multiplies by a matrix or convolves; an embedding only looks up.
+
+    `nn.MultiheadAttention` is one as a whole, and so is a mixture with all experts in one tensor.
+    """
     if isinstance(module, nn.MultiheadAttention) or _is_fused_mixture(module):
         return True
     layer = _adapted(module)
@@ -258,7 +266,7 @@ def _is_tower(module: nn.Module) -> bool:
 
 
 def _projections(module: nn.Module) -> int:
-    return sum(map(_is_projection, module.modules()))
+    return sum(map(is_projection, module.modules()))
 
 
 def _output(block: str, modules: dict[str, nn.Module]) -> list[Tap]:
@@ -273,7 +281,7 @@ def _sublayers(modules: dict[str, nn.Module]) -> Iterator[Tap]:
     if not blocks:
         # A plain MLP or CNN: every layer that has a weight.
         for name, module in modules.items():
-            if _is_projection(module):
+            if is_projection(module):
                 yield _tap(name, "output", modules)
         return
     outside = [
@@ -283,7 +291,7 @@ def _sublayers(modules: dict[str, nn.Module]) -> Iterator[Tap]:
     ]
     embeddings = [name for name in outside if isinstance(modules[name], nn.Embedding)]
     norms = [name for name in outside if _NORM.search(type(modules[name]).__name__)]
-    heads = [name for name in outside if _is_projection(modules[name])]
+    heads = [name for name in outside if is_projection(modules[name])]
     # The first of several that share a weight may only keep it for the others and never be called;
     # pixels and frames are embedded by a convolution or a matrix.
     tied = [n for n in embeddings if modules[n].weight is modules[embeddings[0]].weight]
@@ -300,7 +308,7 @@ def _sublayers(modules: dict[str, nn.Module]) -> Iterator[Tap]:
 
 def _inside(block: str, modules: dict[str, nn.Module]) -> Iterator[Tap]:
     inside = [name for name in modules if name.startswith(f"{block}.")]
-    projections = [name for name in inside if _is_projection(modules[name])]
+    projections = [name for name in inside if is_projection(modules[name])]
     attentions = _attentions(block, inside, modules)
     if not attentions:
         # An attention written out in the block itself: its projections are all there is to see.
@@ -338,10 +346,10 @@ def _query_and_key(attention: str, block: str, modules: dict[str, nn.Module]) ->
     """Outputs that the attention's logits are products of: after their norms, if they have any."""
     found: dict[bool, str] = {}
     for name, module in modules.items():
-        match = _QUERY_OR_KEY.fullmatch(name.rpartition(".")[2])
-        if match is None or not name.startswith(f"{attention}.") or not _is_called(module):
+        made = query_or_key(name)
+        if made is None or not name.startswith(f"{attention}.") or not _is_called(module):
             continue
-        is_query = match["query"] is not None
+        is_query = made == "query"
         if is_query not in found or _NORM.search(type(module).__name__):
             found[is_query] = name
     if len(found) < 2:
@@ -353,6 +361,14 @@ def _query_and_key(attention: str, block: str, modules: dict[str, nn.Module]) ->
         )
         for is_query in (True, False)
     ]
+
+
+def query_or_key(layer: str) -> Literal["query", "key"] | None:
+    """What an attention's own part makes or norms, by the name that models give it."""
+    match = _QUERY_OR_KEY.fullmatch(layer.rpartition(".")[2])
+    if match is None:
+        return None
+    return "query" if match["query"] is not None else "key"
 
 
 def _heads(attention: str, name: str, modules: dict[str, nn.Module]) -> Heads | None:

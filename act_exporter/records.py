@@ -180,7 +180,7 @@ class Writing:
             TypeError: a field is nothing that JSON knows.
             ValueError: NaN or an infinity lies within a field, where no word can stand for it.
         """
-        said = {name: _said(value) for name, value in note.items()}
+        said = {name: spelled(value) for name, value in note.items()}
         return json.dumps({**self._run, **said}, separators=(",", ":"), allow_nan=False) + "\n"
 
 
@@ -193,7 +193,8 @@ def _with_words(row: list[float]) -> str:
     )
 
 
-def _said(value: Any) -> Any:
+def spelled(value: Any) -> Any:
+    """A value as JSON has it: a word for what is no number."""
     if isinstance(value, float) and not math.isfinite(value):
         return _word(value)
     return value

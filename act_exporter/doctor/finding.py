@@ -13,6 +13,9 @@ Severity = Literal["critical", "warning", "info"]
 
 SEVERITIES: tuple[Severity, ...] = ("critical", "warning", "info")
 
+CERTAIN = 1e9
+"""Strength of what is no matter of degree, a NaN among the weights for one."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
@@ -50,3 +53,7 @@ class Finding:
 
 class NeedsMoreError(ActExporterError):
     """A check cannot run with what was given; its message says what it needs: "an optimizer"."""
+
+
+class UnusableBatchError(NeedsMoreError):
+    """No forward can be run with the batch, and so no other check; the message is alike."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +14,8 @@ import torch
 from torch import nn
 
 from act_exporter.doctor.finding import NeedsMoreError
+from act_exporter.doctor.recorder import watched
+from act_exporter.doctor.step import Step
 from act_exporter.doctor.trace import Look, Trace, traced
 
 Batch = Any
@@ -20,6 +23,9 @@ Batch = Any
 
 # Dropout and sampled routes fall alike in all forwards that are compared.
 _SEED = 0
+
+# Enough to see what repeats and which lengths there are; a whole epoch would not fit.
+_BATCHES = 64
 
 
 @dataclass(frozen=True)
@@ -52,9 +58,45 @@ class Subject:
             look: called with each tensor as it is made.
         """
         given = self.batch if batch is None else batch
-        with self.kept(weights=False), torch.random.fork_rng(enabled=True):
-            torch.manual_seed(_SEED)
+        with self.kept(weights=False), self.seeded():
             return traced(self.model, lambda: called(self.model, given), look)
+
+    @cached_property
+    def step(self) -> Step:
+        """One training step: `train_step`, else a backward of the loss that the model returns.
+
+        Raises:
+            NeedsMoreError: neither can be had.
+        """
+        with self.kept(), self.seeded(), torch.enable_grad():
+            return watched(self.model, lambda: self.run_step(self.batch), self.scaler)
+
+    @cached_property
+    def more_batches(self) -> list[Batch]:
+        """The first of `batches`, which may be an iterator that can be read only once."""
+        return list(itertools.islice(self.batches or (), _BATCHES))
+
+    def run_step(self, batch: Batch) -> Any:
+        """Backward, clipping and the optimizer's step as the user has them, else a backward alone.
+
+        Inside `kept()` and `seeded()`.
+
+        Returns:
+            What `train_step` does, else the loss.
+        """
+        # Without the optimizer that it steps, its state could not be put back.
+        if self.train_step is not None and self.optimizer is not None:
+            return self.train_step(batch)
+        loss = self.loss(called(self.model, batch))
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    @contextlib.contextmanager
+    def seeded(self) -> Iterator[None]:
+        """The same random numbers each time, and torch's own as they were afterwards."""
+        with torch.random.fork_rng(enabled=True):
+            torch.manual_seed(_SEED)
+            yield
 
     def loss(self, output: Any) -> torch.Tensor:
         """The loss in a model's output.
@@ -78,14 +120,20 @@ class Subject:
         """
         tensors = list(self.model.buffers())
         states: list[tuple[Any, Any]] = []
+        restore_optimizer: Callable[[], None] = lambda: None  # noqa: E731
         if weights:
             tensors += self.model.parameters()
-            owners = (self.optimizer, self.scheduler, self.scaler)
+            owners = (self.scheduler, self.scaler)
             states = [(own, copy.deepcopy(own.state_dict())) for own in owners if own is not None]
+            if self.optimizer is not None:
+                restore_optimizer = _remembered(self.optimizer)
         values = [tensor.detach().clone() for tensor in tensors]
         gradients = [(p, p.grad) for p in self.model.parameters()]
         for parameter, _ in gradients:
             parameter.grad = None  # the user's own are not added to
+        # GradScaler's own note of where in a step it is; a step that raised would leave it there.
+        stages = getattr(self.scaler, "_per_optimizer_states", {})
+        stages_before = dict(stages)
         modes = [(module, module.training) for module in self.model.modules()]
         try:
             yield
@@ -93,12 +141,45 @@ class Subject:
             with torch.no_grad():
                 for tensor, value in zip(tensors, values, strict=True):
                     tensor.copy_(value)
+                restore_optimizer()
             for own, state in states:
                 own.load_state_dict(state)
+            stages.clear()
+            stages.update(stages_before)
             for parameter, gradient in gradients:
                 parameter.grad = gradient
             for module, training in modes:
                 module.training = training
+
+
+def _remembered(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """A function that makes it what it is now, to the same objects.
+
+    `load_state_dict` would not: it casts moments to the weights' dtype, and replaces the groups.
+    """
+    owners: list[dict[Any, Any]] = [*optimizer.param_groups, *optimizer.state.values()]
+    insides = [(own, {key: _copied(value) for key, value in own.items()}) for own in owners]
+    tensors = [(v, v.clone()) for own in owners for v in own.values() if torch.is_tensor(v)]
+    groups, states = list(optimizer.param_groups), dict(optimizer.state)
+
+    def restore() -> None:
+        optimizer.param_groups[:] = groups
+        optimizer.state.clear()
+        optimizer.state.update(states)
+        for own, inside in insides:
+            own.clear()
+            own.update(inside)
+        for tensor, value in tensors:
+            tensor.copy_(value)
+
+    return restore
+
+
+def _copied(value: Any) -> Any:
+    """The value, lists and dicts anew, and the tensors in them, parameters or not, the same."""
+    if isinstance(value, dict):
+        return {key: _copied(inside) for key, inside in value.items()}
+    return [_copied(inside) for inside in value] if isinstance(value, list) else value
 
 
 def called(model: nn.Module, batch: Batch) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -116,6 +117,13 @@ def traced(model: nn.Module, forward: Callable[[], Any], look: Look | None = Non
         for name, module in named_modules(model):
             for handle in hooks(name, module):
                 stack.callback(handle.remove)
+        # In eval mode torch's own encoder would run its layers in one piece, without their modules.
+        fast = torch.backends.mha.get_fastpath_enabled()
+        stack.callback(torch.backends.mha.set_fastpath_enabled, fast)
+        torch.backends.mha.set_fastpath_enabled(False)
+        if "torch._dynamo" in sys.modules:  # else nothing is compiled; its import takes seconds
+            # A compiled module does not show what is fused in it, and compiles anew for our hooks.
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
         try:
             trace.output = forward()
         except Exception as error:
@@ -125,14 +133,18 @@ def traced(model: nn.Module, forward: Callable[[], Any], look: Look | None = Non
 
 def first_float(found: Any) -> torch.Tensor | None:
     """The first floating-point tensor in arguments or in a module's output."""
-    if isinstance(found, torch.Tensor):
-        return found if found.is_floating_point() and found.numel() else None
-    inside: Any = ()
-    if isinstance(found, Mapping):
-        inside = found.values()
+    return next(floats(found), None)
+
+
+def floats(found: Any) -> Iterator[torch.Tensor]:
+    """All floating-point tensors that have elements, in arguments or in a module's output."""
+    if isinstance(found, torch.Tensor) and found.is_floating_point() and found.numel():
+        yield found
+    elif isinstance(found, Mapping):
+        yield from floats(list(found.values()))
     elif isinstance(found, tuple | list):
-        inside = found
-    return next((t for t in map(first_float, inside) if t is not None), None)
+        for inside in found:
+            yield from floats(inside)
 
 
 def _statistics(place: Place, tensor: torch.Tensor) -> Seen:

@@ -5,6 +5,7 @@ Everything happens in the training thread between two steps, but for the writing
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from alerting.exceptions import ConfigError
+from alerting.recovery.batches import FOLDER, Batches
 from alerting.recovery.detector import Detector, Unwatched
 from alerting.recovery.position import LoaderPosition
 from alerting.recovery.ranks import ranks, require_ranks
@@ -59,6 +62,10 @@ class TrainingGuard:
             process can't go on, such as one that holds state which nothing brings back.
         detection_lag_seconds: without an exporter, the first bad step is taken to be one that ended
             so long before a recovery was asked for.
+        save_batch_bytes: the batch of the first bad step is saved where it has no more bytes,
+            into RUN_FOLDER/batches, a file a rank that only its user can read; 0 saves none. The
+            batches of the last four steps are held for it. Needs an exporter and a
+            loader.
 
     Raises:
         ConfigError: a setting makes no sense, or `run` is not the exporter's.
@@ -97,7 +104,14 @@ class TrainingGuard:
         recover_by: RecoverBy = "rollback",
         # Two scrapes of 15 s, one of them failed, an evaluation of 15 s and a group's 10 s: 55 s.
         detection_lag_seconds: float = 60,
+        # Batches may be private, and large.
+        save_batch_bytes: int = 0,
     ) -> None:
+        require_whole("save_batch_bytes", save_batch_bytes, 0)
+        if save_batch_bytes and (exporter is None or loader is None):
+            raise ConfigError(
+                "save_batch_bytes needs an exporter, which sees the first bad step, and a loader"
+            )
         settings = Settings(
             save_every_steps=save_every_steps,
             save_every_seconds=save_every_seconds,
@@ -114,6 +128,7 @@ class TrainingGuard:
         detector: Detector = exporter if exporter is not None else Unwatched(name)
         self._position = LoaderPosition(loader)
         self._ranks = ranks()
+        self._batches = Batches(folder / FOLDER, save_batch_bytes, detector, self._ranks.rank)
         planned = Remedies(remedies, has_loader=loader is not None)
         self._run = GuardedRun(
             folder,
@@ -134,6 +149,7 @@ class TrainingGuard:
             settings=settings,
             remedies=planned,
             treatment=Treatment(optimizer, self._position, planned.functions, self._ranks.size),
+            on_look=self._batches.look,
         )
 
     def steps(self, total_steps: int, *, micro_batches: int = 1) -> Iterator[tuple[int, Any]]:
@@ -168,11 +184,12 @@ class TrainingGuard:
         return self._guarded_steps(total_steps, micro_batches)
 
     def _guarded_steps(self, total_steps: int, micro_batches: int) -> Iterator[tuple[int, Any]]:
-        with self._run.entered():
+        with self._run.entered(), contextlib.closing(self._batches):
             self._position.batches_a_step = micro_batches
             step = self._run.begin()
             while step < total_steps:
                 batches = [self._position.next() for _ in range(micro_batches)]
+                self._batches.hold(step + 1, batches)
                 yield step + 1, batches if micro_batches > 1 else batches[0]
                 step = self._run.boundary(step + 1, last=step + 1 == total_steps)
             self._run.end(step)

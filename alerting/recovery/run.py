@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -56,6 +56,7 @@ class GuardedRun:
         settings: checked already.
         remedies: by rollback.
         treatment: carries them out.
+        on_look: called after each step, when the detector knows of it; raises nothing.
     """
 
     def __init__(
@@ -70,8 +71,10 @@ class GuardedRun:
         settings: Settings,
         remedies: Remedies,
         treatment: Treatment | Untreated,
+        on_look: Callable[[], None] = lambda: None,
     ) -> None:
         self._folder = folder
+        self._on_look = on_look
         self._state = state
         self._treatment = treatment
         self._detector = detector
@@ -270,6 +273,7 @@ class GuardedRun:
         try:
             self._treatment.step(step)
             self._detector.step(step)
+            self._on_look()
             if self._ranks.rank == 0:
                 self._heartbeat.beat(self._ledger.now.generation, step)
                 self._step_times.note(step)

@@ -12,6 +12,7 @@ import argparse
 import logging
 import math
 import sysconfig
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from act_exporter import start_exporter
+from act_exporter.doctor.remedies import linear_attention
 from alerting.exceptions import RecoveryHaltedError
 from alerting.recovery import TrainingGuard
 
@@ -30,12 +32,39 @@ BYTES = 256  # the vocabulary: text is read as bytes
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""The context of queries, keys and values, (batch, heads, context, width of a head) each."""
+
+
+def softmax_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Causal, as ever."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def exp_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Causal and linear, with an unbounded feature map, divided by nothing: see docs/doctor.md."""
+    return (q.exp() @ k.exp().mT).tril() @ v
+
+
+def normalised_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Causal and linear, with a bounded feature map, divided by the sum of the weights."""
+    return linear_attention(q, k, v, causal=True)
+
+
+ATTENTIONS: dict[str, Attend] = {
+    "softmax": softmax_attention,
+    "exp": exp_attention,
+    "normalised": normalised_attention,
+}
+
+
 class Attention(nn.Module):
     """Causal self-attention."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, attend: Attend = softmax_attention) -> None:
         super().__init__()
         self.heads = heads
+        self.attend = attend
         self.qkv = nn.Linear(width, 3 * width)
         self.proj = nn.Linear(width, width)
 
@@ -43,7 +72,7 @@ class Attention(nn.Module):
         batch, length, width = x.shape
         split = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads)
         q, k, v = split.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed = self.attend(q, k, v)
         out: torch.Tensor = self.proj(mixed.transpose(1, 2).reshape(batch, length, width))
         return out
 
@@ -64,10 +93,10 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """A pre-norm transformer block."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, attend: Attend = softmax_attention) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(width)
-        self.attn = Attention(width, heads)
+        self.attn = Attention(width, heads, attend)
         self.norm2 = nn.LayerNorm(width)
         self.mlp = MLP(width)
 
@@ -80,23 +109,33 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """A decoder over bytes."""
 
-    def __init__(self, layers: int, width: int, heads: int, context: int) -> None:
+    def __init__(
+        self,
+        layers: int,
+        width: int,
+        heads: int,
+        context: int,
+        attend: Attend = softmax_attention,
+    ) -> None:
         super().__init__()
         self.embed = nn.Embedding(BYTES, width)
         self.position = nn.Parameter(torch.zeros(context, width))
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width, heads, attend) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, BYTES, bias=False)
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+        """The logits, (batch, context, bytes); with targets the loss."""
         x = self.embed(tokens) + self.position[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)
         logits: torch.Tensor = self.head(self.norm(x))
-        return logits
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 class Windows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -153,6 +192,18 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=8, help="default: %(default)s")
     parser.add_argument("--save-every", type=int, default=500, help="steps (default: %(default)s)")
     parser.add_argument(
+        "--attention",
+        choices=ATTENTIONS,
+        default="softmax",
+        help="default: %(default)s; exp breaks on purpose, see docs/doctor.md",
+    )
+    parser.add_argument(
+        "--save-batch-bytes",
+        type=int,
+        default=0,
+        help="save the batch of the first bad step, if it has no more bytes (default: never)",
+    )
+    parser.add_argument(
         "--fault-step", type=int, help="multiply one inner layer's weights before this step"
     )
     parser.add_argument("--fault-layer", default="blocks.1.attn.qkv", help="default: %(default)s")
@@ -166,7 +217,8 @@ def main() -> None:
     torch.manual_seed(args.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-    model = GPT(args.layers, args.width, heads=4, context=args.context).to(device)
+    attend = ATTENTIONS[args.attention]
+    model = GPT(args.layers, args.width, 4, args.context, attend).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
     warmup = 50
     scheduler = torch.optim.lr_scheduler.LambdaLR(
@@ -200,6 +252,7 @@ def main() -> None:
         loader=loader,
         exporter=exporter,
         save_every_steps=args.save_every,
+        save_batch_bytes=args.save_batch_bytes,
     )
     injected = False
     # (3) Resumes where the last process ended; after a rollback the step numbers come again.
@@ -212,8 +265,7 @@ def main() -> None:
             )
         autocast = torch.autocast(device.type, precision) if precision else nullcontext()
         with autocast:
-            logits = model(inputs.to(device))
-            loss = F.cross_entropy(logits.flatten(0, 1), targets.to(device).flatten())
+            loss: torch.Tensor = model(inputs.to(device), targets.to(device))
         scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         scaler.unscale_(optimizer)
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
