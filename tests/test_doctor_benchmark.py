@@ -37,7 +37,7 @@ def figures(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(examination, "CHECKS", (check,))
     patients = [draw(nonfinite_weight, "tuning", 0), draw(constant_batch, "tuning", 0)]
     sick = healthy("tuning", 5)
-    assert "batches" in sick.given
+    sick.given = {"batches": []}
     next(sick.body.model.parameters()).data.fill_(float("nan"))
     return judged([examined(patient) for patient in [*patients, sick]])
 

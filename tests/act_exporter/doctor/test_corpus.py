@@ -31,7 +31,7 @@ def test_the_fault_is_the_first_finding(kind) -> None:
         assert first.layer in patient.layers, patient.name
 
 
-@pytest.mark.parametrize("number", range(len(BODIES)))
+@pytest.mark.parametrize("number", range(0, len(BODIES), 3))
 def test_nothing_is_critical_in_a_healthy_model(number: int) -> None:
     patient = healthy("tuning", number)
     report = examine(patient.body.model, patient.body.batch, **patient.given)
