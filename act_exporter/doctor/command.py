@@ -28,10 +28,10 @@ output with one as "loss". In sick.py:
 
 \b
     def build():
-        config = GPT2Config(n_layer=4, initializer_range=0.5)
+        model = GPT2LMHeadModel(GPT2Config(n_layer=4, n_embd=128, n_head=4))
+        model.transformer.h[2].mlp.c_fc.weight.data *= 100
         tokens = torch.randint(0, 50257, (2, 64))
-        batch = {"input_ids": tokens, "labels": tokens}
-        return GPT2LMHeadModel(config), batch
+        return model, {"input_ids": tokens, "labels": tokens}
 
 Example: act-exporter doctor sick:build --picture sick.png
 

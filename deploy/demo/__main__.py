@@ -65,9 +65,9 @@ def main() -> int:
     )
     parser.add_argument(
         "--attention",
-        choices=("softmax", "exp", "normalised"),
-        help=f"another one than the softmax, with a fault of {MILD_FACTOR} times only, and the"
-        " batch of the first bad step saved: see docs/doctor.md",
+        choices=("exp",),
+        help=f"linear, with an unbounded feature map: a fault of {MILD_FACTOR} times is enough,"
+        " and the batch of the first bad step is saved; see docs/doctor.md",
     )
     arguments = parser.parse_args()
     folder = arguments.folder.resolve()
