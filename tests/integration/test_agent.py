@@ -25,7 +25,7 @@ from tests.integration.node import AGENT, NODE, Centre, Page, environment, liste
 from tests.integration.scene import Scene
 from tests.integration.trainer import RUN
 
-# Five a second. An outage of three minutes: ACT_OUTAGE_SCRAPES=900.
+# Eight seconds. Three minutes: ACT_OUTAGE_SCRAPES=180 ACT_SCRAPE_SECONDS=1.
 OUTAGE_SCRAPES = int(os.environ.get("ACT_OUTAGE_SCRAPES", "40"))
 VMAGENT_CRASH_SECONDS = 3.0
 """docs/agent.md: one block of a second that was on its way, and the last two seconds; and one more,
