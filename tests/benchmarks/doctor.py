@@ -1,6 +1,6 @@
 """What the doctor names first, on small models with one fault each, and on healthy ones.
 
-    python -m tests.benchmarks.doctor            (some minutes on two cores)
+    python -m tests.benchmarks.doctor            (2.5 minutes on two cores)
     python -m tests.benchmarks.doctor --half tuning --only weight
 
 The models are `tests.act_exporter.doctor.corpus`. Half of them are drawn from seeds that nobody
