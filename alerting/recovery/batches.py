@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 
 from alerting.files import sync_folder
@@ -38,7 +39,8 @@ _STEPS_KEPT = 3
 class Batches:
     """The batches of one rank's last steps, one of which may turn out to be the first bad one.
 
-    Nothing in it raises, and files are written behind training's back.
+    Nothing in it raises, and files are written behind training's back. Batches are held and not
+    copied, until one is saved: a loop that writes into its batch has what it made of it saved.
 
     Args:
         folder: where to; made when the first one is saved.
@@ -54,6 +56,7 @@ class Batches:
         self._rank = rank
         self._held: deque[tuple[int, list[Any], int]] = deque(maxlen=_STEPS_HELD)
         self._handled: int | None = None
+        self._told = False  # that batches cannot be held; of a kind that all steps have, once
         self._executor: ThreadPoolExecutor | None = None
 
     def hold(self, step: int, batches: Sequence[Any]) -> None:
@@ -66,7 +69,9 @@ class Batches:
             # What is too large is not held either: it may lie on a device.
             self._held.append((step, plain if size <= self._limit else [], size))
         except Exception as error:
-            log.warning("step %d: its batch is not held: %s", step, cause(error))
+            if not self._told:
+                log.warning("step %d: its batch is not held: %s", step, cause(error))
+            self._told = True
 
     def look(self) -> None:
         """After a step: save the batch of the first bad one, where that has just been seen."""
@@ -134,7 +139,12 @@ class Batches:
 
 
 def _plain(value: Any) -> Any:
-    """The same of plain dicts, tuples and lists: what a tokenizer returns is none of them."""
+    """The same of plain dicts, tuples, lists and tensors.
+
+    What a tokenizer returns is none of them, and `torch.load(weights_only=True)` reads no arrays.
+    """
+    if isinstance(value, numpy.ndarray):
+        return torch.from_numpy(value)
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, tuple | list):

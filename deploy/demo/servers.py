@@ -104,7 +104,7 @@ class Server:
                 env=self._env,
                 start_new_session=True,
                 # Safe beside threads: it makes one system call and takes no lock.
-                preexec_fn=_end_with_parent if _LIBC is not None else None,  # noqa: PLW1509
+                preexec_fn=end_with_parent if _LIBC is not None else None,  # noqa: PLW1509
             )
 
     def returncode(self) -> int | None:
@@ -145,7 +145,7 @@ class Server:
             self.process.wait()
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Have the kernel end the process when its starter dies, even by SIGKILL."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 

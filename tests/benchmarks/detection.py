@@ -57,7 +57,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from deploy.demo.servers import REPOSITORY, _end_with_parent, binary
+from deploy.demo.servers import REPOSITORY, end_with_parent, binary
 from tests.benchmarks.faults import FAULTS, Fault
 from tests.benchmarks.recordings import HEALTHY, load, record_faults, record_healthy
 from tests.benchmarks.replay import Rule, Verdicts, merged, read_rules, replay
@@ -109,7 +109,7 @@ def record(arguments: argparse.Namespace, folder: Path) -> None:
     with (
         Progress(*columns, TimeElapsedColumn()) as progress,
         ProcessPoolExecutor(
-            arguments.workers, mp_context=context, initializer=_end_with_parent
+            arguments.workers, mp_context=context, initializer=end_with_parent
         ) as pool,
     ):
         bar = progress.add_task("recording runs", total=total)
@@ -139,7 +139,7 @@ def replay_all(folder: Path, workers: int, rules: list[Rule]) -> Verdicts:
                 size = path.stat().st_size
             groups[-1].append(path)
         context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(workers, context, _end_with_parent) as pool:
+        with ProcessPoolExecutor(workers, context, end_with_parent) as pool:
             futures = [
                 pool.submit(replay_group, group, Path(scratch) / str(number), rules)
                 for number, group in enumerate(groups)

@@ -30,7 +30,7 @@ import torch
 from rich.progress import track
 
 from act_exporter.doctor import Finding, examine
-from deploy.demo.servers import _end_with_parent
+from deploy.demo.servers import end_with_parent
 from tests.act_exporter.doctor.corpus import HALVES, KINDS, Half, Patient, draw, healthy
 from tests.benchmarks.report import parser_of, setting, write
 
@@ -180,7 +180,7 @@ def main() -> None:
     started = time.monotonic()
     results = {}
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(arguments.workers, context, _end_with_parent) as pool:
+    with ProcessPoolExecutor(arguments.workers, context, end_with_parent) as pool:
         for half in HALVES if arguments.half is None else (arguments.half,):
             examples = [(half, name, number) for name in counts for number in range(counts[name])]
             verdicts = pool.map(drawn_and_examined, examples)

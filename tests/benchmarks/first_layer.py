@@ -56,7 +56,7 @@ from act_exporter.report.story import tell
 from act_exporter.watch.page import parse
 from act_exporter.watch.source import Reading
 from act_exporter.watch.words import headline
-from deploy.demo.servers import REPOSITORY, _end_with_parent
+from deploy.demo.servers import REPOSITORY, end_with_parent
 from tests.benchmarks import trainees
 from tests.benchmarks.faults import (
     FAULTS,
@@ -373,7 +373,7 @@ def main() -> None:
         for start in range(0, len(own), 20)
     ]
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(arguments.workers, context, _end_with_parent) as pool:
+    with ProcessPoolExecutor(arguments.workers, context, end_with_parent) as pool:
         futures = []
         for trainee, own, place in parts:
             place.mkdir(parents=True)

@@ -10,6 +10,7 @@ from collections import UserDict
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -120,6 +121,14 @@ class TestSaved:
         assert torch.equal(read["input_ids"], batch["input_ids"])
         assert read["text"] == ("a", "b")
 
+    def test_arrays_are_saved_as_tensors_and_count(self, tmp_path: Path, caplog) -> None:
+        (tmp_path / "batches").mkdir()
+        saved_of(tmp_path, {"pixels": numpy.arange(6.0)})
+        read = torch.load(tmp_path / "batches" / "step-00000001-rank-00000.pt", weights_only=True)
+        assert read["pixels"].tolist() == [0, 1, 2, 3, 4, 5]
+        saved_of(tmp_path, numpy.zeros(LIMIT, dtype=numpy.float64))
+        assert f"{8 * LIMIT} bytes are more than save_batch_bytes" in caplog.text
+
 
 def saved_of(folder: Path, batch: Any, limit: int = LIMIT) -> None:
     """Have the batch of a bad step 1 saved."""
@@ -206,6 +215,12 @@ class TestTrainingGoesOn:
     def test_where_it_cannot_even_be_looked_at(self, tmp_path, caplog) -> None:
         saved_of(tmp_path, Hostile())
         assert "its batch is not held: ArithmeticError: do not look" in caplog.text
+
+    def test_that_it_cannot_be_looked_at_is_said_once(self, tmp_path, caplog) -> None:
+        batches = Batches(tmp_path / "batches", LIMIT, FakeDetector(), 0)
+        for step in range(1, 10):
+            batches.hold(step, [numpy.array(["a", "b"])])
+        assert caplog.text.count("its batch is not held") == 1
 
     def test_where_it_is_no_longer_at_hand(self, tmp_path, caplog) -> None:
         detector = FakeDetector()
