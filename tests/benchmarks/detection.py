@@ -57,7 +57,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from deploy.demo.servers import REPOSITORY, end_with_parent, binary
+from deploy.demo.servers import REPOSITORY, binary, end_with_parent
 from tests.benchmarks.faults import FAULTS, Fault
 from tests.benchmarks.recordings import HEALTHY, load, record_faults, record_healthy
 from tests.benchmarks.replay import Rule, Verdicts, merged, read_rules, replay
