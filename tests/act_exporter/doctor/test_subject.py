@@ -67,3 +67,18 @@ def test_batches_are_read_once_and_not_for_ever() -> None:
 
     subject = Subject(nn.Linear(1, 1), torch.ones(1), batches=endless())  # type: ignore[arg-type]
     assert len(subject.more_batches) == len(subject.more_batches) == 64 == len(read)
+
+
+def test_no_hook_stays_on_a_parameter_that_is_a_modules_input() -> None:
+    class Latents(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.latents = nn.Parameter(torch.randn(3, 4))
+            self.norm = nn.LayerNorm(4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.norm(self.latents) @ x).square().mean()
+
+    model = Latents()
+    assert Subject(model, torch.randn(4, 2)).step.flow
+    assert not model.latents._backward_hooks
