@@ -115,21 +115,29 @@ class Subject:
         """Put everything back at the end, whatever happens inside.
 
         Args:
-            weights: False where only forwards run, which change buffers at most; spares a copy of
-                the weights and of the optimizer's state.
+            weights: False where only forwards run, which leave the optimizer alone; spares a copy
+                of its state.
         """
-        tensors = list(self.model.buffers())
+        parameters = self._parameters()
+        # A forward may change parameters too: an `nn.Embedding` with `max_norm` does.
+        tensors = [*self.model.buffers(), *parameters]
+        buffers = [(own, dict(own)) for own in (m._buffers for m in self.model.modules())]
         states: list[tuple[Any, Any]] = []
         restore_optimizer: Callable[[], None] = lambda: None  # noqa: E731
         if weights:
-            tensors += self.model.parameters()
             owners = (self.scheduler, self.scaler)
             states = [(own, copy.deepcopy(own.state_dict())) for own in owners if own is not None]
             if self.optimizer is not None:
+    def _parameters(self) -> list[torch.Tensor]:
+        """The model's, and those that only the optimizer has: a learnt weight of the loss, say."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        own = itertools.chain(self.model.parameters(), *(group["params"] for group in groups))
+        return list({id(parameter): parameter for parameter in own}.values())
+
                 restore_optimizer = _remembered(self.optimizer)
         values = [tensor.detach().clone() for tensor in tensors]
-        gradients = [(p, p.grad) for p in self.model.parameters()]
-        for parameter, _ in gradients:
+        gradients = [(p, p.grad, p.requires_grad) for p in parameters]
+        for parameter, _, _ in gradients:
             parameter.grad = None  # the user's own are not added to
         # GradScaler's own note of where in a step it is; a step that raised would leave it there.
         stages = getattr(self.scaler, "_per_optimizer_states", {})
@@ -146,7 +154,7 @@ class Subject:
                 own.load_state_dict(state)
             stages.clear()
             stages.update(stages_before)
-            for parameter, gradient in gradients:
+            for parameter, gradient, required in gradients:
                 parameter.grad = gradient
             for module, training in modes:
                 module.training = training
@@ -154,6 +162,9 @@ class Subject:
 
 def _remembered(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     """A function that makes it what it is now, to the same objects.
+            for own, before in buffers:  # some are assigned anew: self.ema = ...
+                own.clear()
+                own.update(before)
 
     `load_state_dict` would not: it casts moments to the weights' dtype, and replaces the groups.
     """
@@ -164,6 +175,8 @@ def _remembered(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
 
     def restore() -> None:
         optimizer.param_groups[:] = groups
+                if parameter.requires_grad != required:
+                    parameter.requires_grad_(required)
         optimizer.state.clear()
         optimizer.state.update(states)
         for own, inside in insides:

@@ -82,3 +82,51 @@ def test_no_hook_stays_on_a_parameter_that_is_a_modules_input() -> None:
     model = Latents()
     assert Subject(model, torch.randn(4, 2)).step.flow
     assert not model.latents._backward_hooks
+
+
+def test_parameters_that_only_the_optimizer_has_are_put_back() -> None:
+    model = nn.Linear(2, 2)
+    weight = nn.Parameter(torch.ones(()))  # of the loss
+    weight.grad = mine = torch.ones(())
+    optimizer = torch.optim.SGD([*model.parameters(), weight], lr=1.0)
+
+    def train_step(batch: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        (weight * model(batch).sum()).backward()
+        optimizer.step()
+
+    assert Subject(model, torch.ones(1, 2), optimizer, train_step=train_step).step.used
+    assert weight.item() == 1
+    assert weight.grad is mine
+    assert mine.item() == 1
+
+
+def test_a_buffer_that_is_assigned_anew_is_put_back() -> None:
+    class Average(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+            return x - self.mean
+
+    model = Average()
+    buffer = model.mean
+    assert Subject(model, torch.ones(1, 2)).plain.error is None
+    assert model.mean is buffer
+    assert not buffer.any()
+
+
+def test_weights_that_a_forward_changes_are_put_back() -> None:
+    model = nn.Embedding(4, 4, max_norm=0.1)
+    before = model.weight.detach().clone()
+    assert Subject(model, torch.tensor([1, 2])).plain.error is None
+    assert torch.equal(model.weight, before)
+
+
+def test_what_a_step_freezes_is_put_back() -> None:
+    model = nn.Linear(2, 2)
+    with Subject(model, torch.ones(1, 2)).kept():
+        model.weight.requires_grad_(False)
+    assert model.weight.requires_grad
