@@ -36,7 +36,7 @@ def examine(
 
     Runs some dozens of forwards and some backwards of the batch, and with an optimizer 13 to 52
     training steps, `train_step` where it is given. Weights, buffers, gradients, the states of all
-    that is given, and torch's random numbers are afterwards what they were.
+    that is given, and random numbers (of torch, numpy and Python) are afterwards what they were.
 
     Args:
         model: the model, on its device, in the mode (train or eval) to be examined.

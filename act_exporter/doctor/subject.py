@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -74,7 +76,10 @@ class Subject:
     @cached_property
     def more_batches(self) -> list[Batch]:
         """The first of `batches`, which may be an iterator that can be read only once."""
-        return list(itertools.islice(self.batches or (), _BATCHES))
+        if self.batches is None:  # a loader that streams has no length to be asked for
+            return []
+        with self.seeded():  # a loader that shuffles draws its order
+            return list(itertools.islice(self.batches, _BATCHES))
 
     def run_step(self, batch: Batch) -> Any:
         """Backward, clipping and the optimizer's step as the user has them, else a backward alone.
@@ -93,10 +98,21 @@ class Subject:
 
     @contextlib.contextmanager
     def seeded(self) -> Iterator[None]:
-        """The same random numbers each time, and torch's own as they were afterwards."""
-        with torch.random.fork_rng(enabled=True):
-            torch.manual_seed(_SEED)
-            yield
+        """The same random numbers each time; torch's, numpy's and Python's afterwards as before."""
+        kinds = {parameter.device.type for parameter in self.model.parameters()}
+        kind = "xpu" if "xpu" in kinds else "cuda"  # mps has a state of another kind
+        # All of them, since the seed is set on all; of more than one torch warns unless told.
+        devices = range(torch.get_device_module(kind).device_count())
+        numpys, pythons = np.random.get_state(), random.getstate()
+        try:
+            with torch.random.fork_rng(devices, device_type=kind):
+                torch.manual_seed(_SEED)
+                np.random.seed(_SEED)
+                random.seed(_SEED)
+                yield
+        finally:
+            np.random.set_state(numpys)
+            random.setstate(pythons)
 
     def loss(self, output: Any) -> torch.Tensor:
         """The loss in a model's output.
@@ -109,6 +125,12 @@ class Subject:
         if isinstance(loss, torch.Tensor) and loss.ndim == 0 and loss.is_floating_point():
             return loss
         raise NeedsMoreError('a model whose output is its loss, or has it as "loss"')
+
+    def _parameters(self) -> list[torch.Tensor]:
+        """The model's, and those that only the optimizer has: a learnt weight of the loss, say."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        own = itertools.chain(self.model.parameters(), *(group["params"] for group in groups))
+        return list({id(parameter): parameter for parameter in own}.values())
 
     @contextlib.contextmanager
     def kept(self, *, weights: bool = True) -> Iterator[None]:
@@ -128,12 +150,6 @@ class Subject:
             owners = (self.scheduler, self.scaler)
             states = [(own, copy.deepcopy(own.state_dict())) for own in owners if own is not None]
             if self.optimizer is not None:
-    def _parameters(self) -> list[torch.Tensor]:
-        """The model's, and those that only the optimizer has: a learnt weight of the loss, say."""
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
-        own = itertools.chain(self.model.parameters(), *(group["params"] for group in groups))
-        return list({id(parameter): parameter for parameter in own}.values())
-
                 restore_optimizer = _remembered(self.optimizer)
         values = [tensor.detach().clone() for tensor in tensors]
         gradients = [(p, p.grad, p.requires_grad) for p in parameters]
@@ -146,6 +162,9 @@ class Subject:
         try:
             yield
         finally:
+            for own, before in buffers:  # some are assigned anew: self.ema = ...
+                own.clear()
+                own.update(before)
             with torch.no_grad():
                 for tensor, value in zip(tensors, values, strict=True):
                     tensor.copy_(value)
@@ -156,15 +175,14 @@ class Subject:
             stages.update(stages_before)
             for parameter, gradient, required in gradients:
                 parameter.grad = gradient
+                if parameter.requires_grad != required:
+                    parameter.requires_grad_(required)
             for module, training in modes:
                 module.training = training
 
 
 def _remembered(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     """A function that makes it what it is now, to the same objects.
-            for own, before in buffers:  # some are assigned anew: self.ema = ...
-                own.clear()
-                own.update(before)
 
     `load_state_dict` would not: it casts moments to the weights' dtype, and replaces the groups.
     """
@@ -175,8 +193,6 @@ def _remembered(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
 
     def restore() -> None:
         optimizer.param_groups[:] = groups
-                if parameter.requires_grad != required:
-                    parameter.requires_grad_(required)
         optimizer.state.clear()
         optimizer.state.update(states)
         for own, inside in insides:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from act_exporter.doctor.subject import Subject
 from tests.act_exporter.doctor.learners import adamw, assert_same, learner, state_of, trained
@@ -130,3 +135,35 @@ def test_what_a_step_freezes_is_put_back() -> None:
     with Subject(model, torch.ones(1, 2)).kept():
         model.weight.requires_grad_(False)
     assert model.weight.requires_grad
+
+
+def test_random_numbers_go_on_as_if_nobody_had_looked() -> None:
+    class Noisy(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.rand(()) + random.random() + np.random.rand()
+
+    def drawn() -> tuple[float, float, float]:
+        return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    expected = drawn()
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+    loader = DataLoader(torch.arange(8.0), batch_size=2, shuffle=True)  # type: ignore[arg-type]
+    subject = Subject(Noisy(), torch.ones(1), batches=loader)
+    assert torch.equal(subject.trace().output, subject.trace().output)
+    assert len(subject.more_batches) == 4
+    assert drawn() == expected
+
+
+def test_a_loader_that_streams_is_read() -> None:
+    class Stream(IterableDataset[torch.Tensor]):
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            return iter(torch.ones(3, 1))
+
+    loader = DataLoader(Stream(), batch_size=1)
+    assert len(Subject(nn.Linear(1, 1), torch.ones(1), batches=loader).more_batches) == 3
