@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -12,6 +13,8 @@ import torch
 from torch import nn
 
 from act_exporter.layers import Side, named_modules
+
+_log = logging.getLogger(__name__)
 
 Look = Callable[["Place", torch.Tensor], None]
 """Called with each tensor while it is there; sees what statistics do not hold, changes nothing."""
@@ -90,17 +93,28 @@ def traced(model: nn.Module, forward: Callable[[], Any], look: Look | None = Non
     """Run `forward`, and note what goes into and comes out of the modules of `model`.
 
     What it raises stands in the trace, which then ends there.
+
+    Raises:
+        Exception: what `look` raises, when the forward is over.
     """
     trace = Trace()
     calls: dict[str, int] = {}
+    failures: list[Exception] = []
 
     def note(place: Place, found: Any) -> None:
         tensor = first_float(found)
         if tensor is None:
             return
-        trace.seen.append(_statistics(place, tensor.detach()))
-        if look is not None:
-            look(place, tensor)
+        # What breaks here is the doctor's own, too little memory too, and no fault of the forward.
+        try:
+            trace.seen.append(_statistics(place, tensor.detach()))
+        except Exception:
+            _log.debug("a tensor of %s is left out", place.layer, exc_info=True)
+        try:
+            if look is not None and not failures:
+                look(place, tensor)
+        except Exception as error:
+            failures.append(error)
 
     def hooks(name: str, module: nn.Module) -> Iterator[Any]:
         def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -128,6 +142,8 @@ def traced(model: nn.Module, forward: Callable[[], Any], look: Look | None = Non
             trace.output = forward()
         except Exception as error:
             trace.error = error
+    if failures:
+        raise failures[0]
     return trace
 
 
@@ -137,9 +153,13 @@ def first_float(found: Any) -> torch.Tensor | None:
 
 
 def floats(found: Any) -> Iterator[torch.Tensor]:
-    """All floating-point tensors that have elements, in arguments or in a module's output."""
-    if isinstance(found, torch.Tensor) and found.is_floating_point() and found.numel():
-        yield found
+    """All floating-point tensors that have elements, in arguments or in a module's output.
+
+    Sparse and nested ones are left out: few operations know them.
+    """
+    if isinstance(found, torch.Tensor):
+        if found.layout == torch.strided and found.is_floating_point() and found.numel():
+            yield found
     elif isinstance(found, Mapping):
         yield from floats(list(found.values()))
     elif isinstance(found, tuple | list):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
+from act_exporter.doctor.examination import examine
 from act_exporter.doctor.subject import Subject
+from act_exporter.doctor.trace import Place
 from tests.act_exporter.architectures import ARCHITECTURES
 
 
@@ -36,3 +39,56 @@ def test_a_compiled_model_shows_its_layers_and_is_not_compiled_for_it() -> None:
     seen = Subject(optimized, torch.randn(2, 4)).plain.seen
     assert [own.layer for own in seen if own.place.side == "output"] == ["0", "1", "2"]
     assert before == len(compiled) == 1
+
+
+class Graph(nn.Module):
+    """Multiplies by its neighbours, which are given as a sparse tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.aggregate = Product()
+        self.out = nn.Linear(4, 2)
+
+    def forward(self, neighbours: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.aggregate(neighbours, x))
+
+
+class Product(nn.Module):
+    def forward(self, matrix: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return matrix @ x
+
+
+def test_of_a_sparse_tensor_and_a_dense_one_the_dense_one_is_seen() -> None:
+    report = examine(Graph(), (torch.eye(3).to_sparse(), torch.randn(3, 4)))
+    assert report.error is None
+    assert [(own.layer, own.shape) for own in report.profile] == [
+        ("aggregate", (3, 4)),
+        ("aggregate", (3, 4)),
+        ("out", (3, 4)),
+        ("out", (3, 2)),
+    ]
+
+
+def test_what_breaks_in_the_doctors_own_look_is_no_error_of_the_forward() -> None:
+    ran: list[int] = []
+
+    class Counted(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            ran.append(1)
+            return x
+
+    def look(_place: Place, _tensor: torch.Tensor) -> None:
+        raise torch.OutOfMemoryError("none left")
+
+    with pytest.raises(torch.OutOfMemoryError, match="none left"):
+        Subject(nn.Sequential(Counted(), Counted()), torch.ones(1)).trace(look=look)
+    assert len(ran) == 2
+
+
+def test_a_tensor_without_values_is_left_out() -> None:
+    subject = Subject(
+        nn.Sequential(nn.Linear(2, 2, device="meta")), torch.ones(1, 2, device="meta")
+    )
+    assert subject.plain.error is None
+    assert subject.plain.output.shape == (1, 2)
+    assert not subject.plain.seen
