@@ -92,3 +92,9 @@ def test_a_tensor_without_values_is_left_out() -> None:
     assert subject.plain.error is None
     assert subject.plain.output.shape == (1, 2)
     assert not subject.plain.seen
+
+
+def test_lazy_modules_must_have_run_once() -> None:
+    report = examine(nn.Sequential(nn.LazyLinear(2)), torch.ones(1, 3))
+    assert {*report.not_run} == {*report.checks}
+    assert "has run once" in str(report)
