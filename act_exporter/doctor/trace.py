@@ -23,6 +23,10 @@ Look = Callable[["Place", torch.Tensor], None]
 # and says no more.
 _MEDIAN_ELEMENTS = 65_536
 
+# Statistics take some 30 bytes an element: of as many at a time, 30 MB beside an activation of any
+# size, and large enough that the number of calls costs nothing.
+_PART_ELEMENTS = 1 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -168,23 +172,41 @@ def floats(found: Any) -> Iterator[torch.Tensor]:
 
 
 def _statistics(place: Place, tensor: torch.Tensor) -> Seen:
-    values = tensor.float().flatten()
-    finite = values[values.isfinite()]
-    nonfinite = values.numel() - finite.numel()
-    if not finite.numel():
-        finite = values.new_zeros(1)
-    size = finite.abs()
-    stride = -(-size.numel() // _MEDIAN_ELEMENTS)
-    double = finite.double()  # squares of float32's largest numbers
+    values = tensor.flatten()
+    stride = -(-values.numel() // _MEDIAN_ELEMENTS)
+    sample = _finite(values[::stride]).abs()
+    parts = torch.stack([_sums(_finite(part)) for part in torch.split(values, _PART_ELEMENTS)])
+    counts, largest, sizes, squares, means, deviations = parts.cpu().unbind(1)
+    finite = int(counts.sum())
+    count = max(finite, 1)
+    mean = (counts * means).sum() / count
+    # Of the parts' means too; of sums of squares alone a constant would seem to vary.
+    variance = (deviations + counts * (means - mean).square()).sum() / count
     return Seen(
         place=place,
         shape=tuple(tensor.shape),
         dtype=tensor.dtype,
-        absmax=float(size.max()),
-        mean_abs=float(size.mean(dtype=torch.float64)),
-        median_abs=float(size[::stride].median()),
-        rms=float(double.square().mean().sqrt()),
-        mean=float(double.mean()),
-        std=float(double.std(correction=0)),
-        nonfinite=nonfinite,
+        absmax=float(largest.max()),
+        mean_abs=float(sizes.sum() / count),
+        median_abs=float(sample.median()) if sample.numel() else 0.0,
+        rms=float((squares.sum() / count).sqrt()),
+        mean=float(mean),
+        std=float(variance.sqrt()),
+        nonfinite=values.numel() - finite,
     )
+
+
+def _finite(values: torch.Tensor) -> torch.Tensor:
+    values = values.float()
+    finite = values.isfinite()
+    return values if bool(finite.all()) else values[finite]
+
+
+def _sums(values: torch.Tensor) -> torch.Tensor:
+    """Count, largest size, sum of sizes and of squares, mean, sum of squared deviations."""
+    if not values.numel():
+        return torch.zeros(6, dtype=torch.float64, device=values.device)
+    double = values.double()  # squares of float32's largest numbers
+    size, mean = double.abs(), double.mean()
+    found = [size.max(), size.sum(), double.square().sum(), mean, (double - mean).square().sum()]
+    return torch.stack([torch.full_like(mean, values.numel()), *found])

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from act_exporter.doctor.examination import examine
 from act_exporter.doctor.subject import Subject
@@ -98,3 +104,44 @@ def test_lazy_modules_must_have_run_once() -> None:
     report = examine(nn.Sequential(nn.LazyLinear(2)), torch.ones(1, 3))
     assert {*report.not_run} == {*report.checks}
     assert "has run once" in str(report)
+
+
+def test_statistics_of_a_large_tensor_are_those_of_the_whole_and_take_little_memory() -> None:
+    x = torch.randn(5_000_001) + 3
+    x[:2] = torch.tensor([torch.nan, -torch.inf])
+    x[-1] = -50
+    with largest_allocation() as largest:
+        (seen, _) = Subject(nn.Sequential(nn.Identity()), x).plain.seen
+    assert largest[0] <= x.nbytes / 2
+    finite = x[2:].double()
+    assert seen.nonfinite == 2
+    assert seen.absmax == 50
+    assert seen.mean_abs == pytest.approx(float(finite.abs().mean()))
+    assert seen.median_abs == pytest.approx(float(finite.abs().median()), rel=0.02)
+    assert seen.rms == pytest.approx(float(finite.square().mean().sqrt()))
+    assert seen.mean == pytest.approx(float(finite.mean()))
+    assert seen.std == pytest.approx(float(finite.std(correction=0)))
+
+
+def test_a_large_constant_has_no_deviation() -> None:
+    (seen, _) = Subject(nn.Sequential(nn.Identity()), torch.full((3_000_000,), 0.1)).plain.seen
+    assert seen.std < 1e-9
+
+
+@contextlib.contextmanager
+def largest_allocation() -> Iterator[list[int]]:
+    """Bytes of the largest tensor that an operation inside makes anew."""
+    found = [0]
+
+    class Made(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            result = func(*args, **(kwargs or {}))
+            given = [x.data_ptr() for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
+            if isinstance(result, torch.Tensor) and result.data_ptr() not in given:
+                found[0] = max(found[0], result.nbytes)
+            return result
+
+    with Made():
+        yield found
