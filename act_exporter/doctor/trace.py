@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,14 +36,26 @@ class Place:
     Attributes:
         layer: the module's own name in the model, without wrappers' parts.
         side: whether it is the module's input or its output.
-        module: the module.
+        reference: to the module, which a place must not keep alive in a report.
         call: how often the module had been called before in this forward.
     """
 
     layer: str
     side: Side
-    module: nn.Module
+    reference: weakref.ref[nn.Module]
     call: int
+
+    @property
+    def module(self) -> nn.Module:
+        """The module.
+
+        Raises:
+            ReferenceError: it is no more.
+        """
+        module = self.reference()
+        if module is None:
+            raise ReferenceError(f"{self.layer} is no more")
+        return module
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +136,10 @@ def traced(model: nn.Module, forward: Callable[[], Any], look: Look | None = Non
     def hooks(name: str, module: nn.Module) -> Iterator[Any]:
         def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
             calls[name] = calls.get(name, -1) + 1
-            note(Place(name, "input", module, calls[name]), (args, kwargs))
+            note(Place(name, "input", weakref.ref(module), calls[name]), (args, kwargs))
 
         def after(_module: nn.Module, _args: Any, output: Any) -> None:
-            note(Place(name, "output", module, calls[name]), output)
+            note(Place(name, "output", weakref.ref(module), calls[name]), output)
 
         yield module.register_forward_pre_hook(before, with_kwargs=True)
         yield module.register_forward_hook(after)
