@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from act_exporter.doctor.causes import ordered
 from act_exporter.doctor.checks import CHECKS
@@ -36,7 +37,7 @@ def examine(
 
     Runs some dozens of forwards and some backwards of the batch, and with an optimizer 13 to 52
     training steps, `train_step` where it is given. Weights, buffers, gradients, the states of all
-    that is given, and torch's random numbers are afterwards what they were.
+    that is given, and random numbers (of torch, numpy and Python) are afterwards what they were.
 
     Args:
         model: the model, on its device, in the mode (train or eval) to be examined.
@@ -58,6 +59,8 @@ def examine(
     findings: list[Finding] = []
     not_run: dict[str, str] = {}
     unusable: str | None = None
+    if any(map(is_lazy, model.parameters())):  # there is no weight to look at, nor to put back
+        unusable = "needs a model that has run once, so that its lazy modules have weights"
     for module in CHECKS:
         name = _name(module)
         if unusable is not None:
@@ -75,7 +78,7 @@ def examine(
             _log.debug("check %s failed", name, exc_info=True)
             not_run[name] = f"failed: {one_line(error)}"
     # Of a batch that no forward takes there is none to look at.
-    plain = subject.plain if unusable is None else Trace()
+    plain = _plain(subject) if unusable is None else Trace()
     return Report(
         findings=ordered(findings, [seen.layer for seen in plain.seen]),
         not_run=not_run,
@@ -83,6 +86,14 @@ def examine(
         profile=tuple(plain.seen),
         error=None if plain.error is None else one_line(plain.error),
     )
+
+
+def _plain(subject: Subject) -> Trace:
+    """The forward, empty where looking at it failed: then the checks have said why."""
+    try:
+        return subject.plain
+    except Exception:
+        return Trace()
 
 
 def _name(check: ModuleType) -> str:

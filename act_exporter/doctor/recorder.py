@@ -71,11 +71,12 @@ class _Recorder:
         self.step = Step()
         self._model = model
         self._names = {id(own): name for name, own in named_parameters(model).items()}
+        self._hooks = contextlib.ExitStack()
 
     @contextlib.contextmanager
     def recording(self, scaler: type) -> Iterator[None]:
         clipping = torch.nn.utils.clip_grad
-        with contextlib.ExitStack() as stack:
+        with self._hooks, contextlib.ExitStack() as stack:
             # What `clip_grad_norm_` calls, whatever name a trainer has imported it by.
             patches: tuple[tuple[Any, str, Kind], ...] = (
                 (torch.autograd, "backward", "backward"),
@@ -117,7 +118,9 @@ class _Recorder:
         def reached(gradient: torch.Tensor) -> None:
             self._flow(place, place.layer, gradient, value)
 
-        tensor.register_hook(reached)  # type: ignore[no-untyped-call]
+        # A module's input may be a parameter, learnt queries say, which outlives the step.
+        handle = tensor.register_hook(reached)  # type: ignore[no-untyped-call]
+        self._hooks.callback(handle.remove)
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
         layer = self._names[id(parameter)].rpartition(".")[0]

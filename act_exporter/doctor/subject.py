@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -74,7 +76,10 @@ class Subject:
     @cached_property
     def more_batches(self) -> list[Batch]:
         """The first of `batches`, which may be an iterator that can be read only once."""
-        return list(itertools.islice(self.batches or (), _BATCHES))
+        if self.batches is None:  # a loader that streams has no length to be asked for
+            return []
+        with self.seeded():  # a loader that shuffles draws its order
+            return list(itertools.islice(self.batches, _BATCHES))
 
     def run_step(self, batch: Batch) -> Any:
         """Backward, clipping and the optimizer's step as the user has them, else a backward alone.
@@ -93,10 +98,21 @@ class Subject:
 
     @contextlib.contextmanager
     def seeded(self) -> Iterator[None]:
-        """The same random numbers each time, and torch's own as they were afterwards."""
-        with torch.random.fork_rng(enabled=True):
-            torch.manual_seed(_SEED)
-            yield
+        """The same random numbers each time; torch's, numpy's and Python's afterwards as before."""
+        kinds = {parameter.device.type for parameter in self.model.parameters()}
+        kind = "xpu" if "xpu" in kinds else "cuda"  # mps has a state of another kind
+        # All of them, since the seed is set on all; of more than one torch warns unless told.
+        devices = range(torch.get_device_module(kind).device_count())
+        numpys, pythons = np.random.get_state(), random.getstate()
+        try:
+            with torch.random.fork_rng(devices, device_type=kind):
+                torch.manual_seed(_SEED)
+                np.random.seed(_SEED)
+                random.seed(_SEED)
+                yield
+        finally:
+            np.random.set_state(numpys)
+            random.setstate(pythons)
 
     def loss(self, output: Any) -> torch.Tensor:
         """The loss in a model's output.
@@ -110,26 +126,34 @@ class Subject:
             return loss
         raise NeedsMoreError('a model whose output is its loss, or has it as "loss"')
 
+    def _parameters(self) -> list[torch.Tensor]:
+        """The model's, and those that only the optimizer has: a learnt weight of the loss, say."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        own = itertools.chain(self.model.parameters(), *(group["params"] for group in groups))
+        return list({id(parameter): parameter for parameter in own}.values())
+
     @contextlib.contextmanager
     def kept(self, *, weights: bool = True) -> Iterator[None]:
         """Put everything back at the end, whatever happens inside.
 
         Args:
-            weights: False where only forwards run, which change buffers at most; spares a copy of
-                the weights and of the optimizer's state.
+            weights: False where only forwards run, which leave the optimizer alone; spares a copy
+                of its state.
         """
-        tensors = list(self.model.buffers())
+        parameters = self._parameters()
+        # A forward may change parameters too: an `nn.Embedding` with `max_norm` does.
+        tensors = [*self.model.buffers(), *parameters]
+        buffers = [(own, dict(own)) for own in (m._buffers for m in self.model.modules())]
         states: list[tuple[Any, Any]] = []
         restore_optimizer: Callable[[], None] = lambda: None  # noqa: E731
         if weights:
-            tensors += self.model.parameters()
             owners = (self.scheduler, self.scaler)
             states = [(own, copy.deepcopy(own.state_dict())) for own in owners if own is not None]
             if self.optimizer is not None:
                 restore_optimizer = _remembered(self.optimizer)
         values = [tensor.detach().clone() for tensor in tensors]
-        gradients = [(p, p.grad) for p in self.model.parameters()]
-        for parameter, _ in gradients:
+        gradients = [(p, p.grad, p.requires_grad) for p in parameters]
+        for parameter, _, _ in gradients:
             parameter.grad = None  # the user's own are not added to
         # GradScaler's own note of where in a step it is; a step that raised would leave it there.
         stages = getattr(self.scaler, "_per_optimizer_states", {})
@@ -138,6 +162,9 @@ class Subject:
         try:
             yield
         finally:
+            for own, before in buffers:  # some are assigned anew: self.ema = ...
+                own.clear()
+                own.update(before)
             with torch.no_grad():
                 for tensor, value in zip(tensors, values, strict=True):
                     tensor.copy_(value)
@@ -146,8 +173,10 @@ class Subject:
                 own.load_state_dict(state)
             stages.clear()
             stages.update(stages_before)
-            for parameter, gradient in gradients:
+            for parameter, gradient, required in gradients:
                 parameter.grad = gradient
+                if parameter.requires_grad != required:
+                    parameter.requires_grad_(required)
             for module, training in modes:
                 module.training = training
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -128,3 +130,13 @@ class TestPicture:
         file = tmp_path / "empty.png"
         write_picture(file, report(finding()), "nothing")
         assert file.stat().st_size > 1_000
+
+
+def test_a_report_does_not_keep_the_model_alive() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
+    weight = weakref.ref(model[0].weight)
+    examined = examine(model, torch.ones(2, 4))
+    del model
+    gc.collect()
+    assert weight() is None
+    assert examined.to_dict()["profile"][0]["layer"] == "0"
