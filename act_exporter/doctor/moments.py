@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +82,12 @@ def moments_of(
                 epsilon=float(epsilon) if isinstance(epsilon, float | int) else None,
                 dtype=parameter.dtype,
             )
+
+
+def usual_growth(moments: Iterable[Moments]) -> float:
+    """The median of gradients over what second moments know of them; 1 where neither is known."""
+    ratios = sorted(own.gradient / own.second for own in moments if own.gradient and own.second)
+    return ratios[len(ratios) // 2] if ratios else 1.0
 
 
 def _corrected(beta: float, steps: float) -> float:

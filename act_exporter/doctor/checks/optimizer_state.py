@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from act_exporter.doctor.finding import CERTAIN, Finding, NeedsMoreError
-from act_exporter.doctor.moments import Moments, is_float, moments_of
+from act_exporter.doctor.moments import Moments, is_float, moments_of, usual_growth
 from act_exporter.doctor.recorder import named_parameters
 from act_exporter.doctor.schedule import ahead
 from act_exporter.doctor.step import Step
@@ -212,7 +212,7 @@ def _size(moments: list[Moments], *, exact: bool) -> Iterator[Finding]:
     large: list[tuple[bool, float, Moments]] = []
     stale: list[tuple[float, Moments]] = []
     lost = [own for own in moments if own.lost]
-    usual = _usual(moments)
+    usual = usual_growth(moments)
     # As a batch is learnt by heart, all gradients become smaller, and by as much.
     fallen = max(1.0, 1 / usual)
     # A gradient that is nothing but rounding (of a bias of attention's keys) has any size; moments
@@ -241,11 +241,6 @@ def _size(moments: list[Moments], *, exact: bool) -> Iterator[Finding]:
         yield _large(*max(large, key=lambda item: item[:2]), len(large) - 1)
     if stale:
         yield _stale(*max(stale, key=lambda item: item[0]), len(stale) - 1)
-
-
-def _usual(moments: list[Moments]) -> float:
-    ratios = sorted(own.gradient / own.second for own in moments if own.gradient and own.second)
-    return ratios[len(ratios) // 2] if ratios else 1.0
 
 
 def _evidence(own: Moments, others: int) -> dict[str, float | int | str]:
