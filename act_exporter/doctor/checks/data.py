@@ -48,9 +48,6 @@ def check(subject: Subject) -> Iterator[Finding]:
         UnusableBatchError: no forward can be run with the batch.
     """
     own = list(leaves(subject.batch))
-    if any(not tensor.numel() for _, tensor in own):
-        yield empty("a tensor without elements", {})
-        raise UnusableBatchError("a batch that has elements")
     yield from _nonfinite(subject)
     lookups = look_up(subject)
     if lookups.beyond is not None:
@@ -58,6 +55,11 @@ def check(subject: Subject) -> Iterator[Finding]:
         short = lookups.beyond.fault == "odd-length"
         raise UnusableBatchError("shorter sequences" if short else "ids within their tables")
     contents = [path for path, tensor in own if lookups.is_content(path, tensor)]
+    read = [tensor for path, tensor in own if path in contents or path in lookups.rows]
+    # A single tensor may be empty: the boxes of an image that shows nothing. A forward tells.
+    if own and not any(tensor.numel() for tensor in read or [tensor for _, tensor in own]):
+        yield empty("no elements", {})
+        raise UnusableBatchError("a batch that has elements")
     lengths = list(_lengths(subject, contents))
     yield from lengths
     if not any(finding.severity == "critical" for finding in lengths):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from act_exporter.doctor import examine
 from act_exporter.doctor.checks import data
@@ -111,6 +113,32 @@ def test_a_batch_with_nothing_to_learn_from_is_found(change: dict[str, torch.Ten
     model, batch = learner("gpt2")
     findings = found(Subject(model, {**batch, **change}))
     assert (findings[0].fault, findings[0].severity) == ("empty-batch", "critical")
+
+
+class Takes(nn.Module):
+    """A model that takes what a test gives it."""
+
+    def __init__(self, forward: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.table = nn.Embedding(64, 8)
+        self.inner = nn.Linear(8, 8)
+        self.own = forward
+
+    def forward(self, *args: torch.Tensor) -> torch.Tensor:
+        return self.own(self, *args)
+
+
+def test_one_tensor_without_elements_among_others_is_no_fault() -> None:
+    model = Takes(lambda own, x, boxes: own.inner(x).square().mean() + boxes.sum())
+    assert faults(data, Subject(model, (torch.randn(4, 8), torch.zeros(0, 4)))) == []
+    model = Takes(lambda own, ids, boxes: own.inner(own.table(ids)).mean() + boxes.sum())
+    assert faults(data, Subject(model, (torch.arange(64), torch.zeros(0, 4)))) == []
+
+
+def test_a_batch_without_elements_is_found_whatever_its_tensors_are() -> None:
+    model = Takes(lambda own, x, labels: own.inner(x).mean() + labels.sum())
+    [finding] = found(Subject(model, (torch.zeros(0, 8), torch.zeros(0, dtype=torch.long))))
+    assert (finding.fault, finding.severity) == ("empty-batch", "critical")
 
 
 @pytest.mark.parametrize(
