@@ -16,7 +16,13 @@ from collections.abc import Iterator
 
 import torch
 
-from act_exporter.doctor.finding import CERTAIN, Finding, Severity, UnusableBatchError
+from act_exporter.doctor.finding import (
+    CERTAIN,
+    Finding,
+    NeedsMoreError,
+    Severity,
+    UnusableBatchError,
+)
 from act_exporter.doctor.lookups import Lookups, beyond, empty, leaves, look_up, positions_of
 from act_exporter.doctor.subject import Batch, Subject
 
@@ -185,8 +191,8 @@ def _lengths(subject: Subject, contents: list[str]) -> Iterator[Finding]:
     longest, usual = max(own + others), statistics.median(others or own)
     evidence: dict[str, float | int | str] = {"longest": longest, "median": usual}
     severity: Severity = "warning"
-    if max(own) <= 1:
-        severity = "critical"  # the mean over no label is NaN
+    if max(own) <= 1 and _follows_nothing(subject):
+        severity = "critical"
         what, strength = "Each sequence of the batch has one token: nothing follows it.", CERTAIN
     elif limit is not None and longest > limit:
         evidence["max_position_embeddings"] = limit
@@ -208,3 +214,19 @@ def _lengths(subject: Subject, contents: list[str]) -> Iterator[Finding]:
         evidence=evidence,
         strength=max(strength, 1.0),
     )
+
+
+def _follows_nothing(subject: Subject) -> bool:
+    """Whether labels are for the tokens themselves, and the mean over none of them is NaN.
+
+    A column of ids is as short, and has something else to learn.
+    """
+    shapes = {path: tensor.shape for path, tensor in leaves(subject.batch)}
+    labels = [shape for path, shape in shapes.items() if "label" in path.lower()]
+    others = [shape for path, shape in shapes.items() if "label" not in path.lower()]
+    if not any(shape in others for shape in labels):
+        return False
+    try:
+        return bool(subject.loss(subject.plain.output).isnan())
+    except NeedsMoreError:
+        return False

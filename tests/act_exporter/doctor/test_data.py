@@ -184,6 +184,14 @@ def test_odd_lengths_are_found(lengths: list[int], own: int) -> None:
     assert findings[0].fault == "odd-length"
 
 
+def test_a_column_of_ids_is_no_short_sequence() -> None:
+    def loss(own: Any, users: torch.Tensor, ratings: torch.Tensor) -> torch.Tensor:
+        return (own.inner(own.table(users)).mean(-1) - ratings).square().mean()
+
+    batch = (torch.arange(64)[:, None], torch.randn(64, 1))
+    assert faults(data, Subject(Takes(loss), batch)) == []
+
+
 def test_lengths_beyond_what_the_model_was_made_for_are_found() -> None:
     model, _ = learner("llama")
     [finding] = found(Subject(model, text(length=48)))
