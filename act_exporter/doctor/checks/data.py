@@ -42,6 +42,9 @@ _TOKENS = 8
 # the data fit into these few batches. One whole batch that comes again is no chance at all.
 _REPEATED = 1 / 3
 
+# What softmax makes nothing of; -1e4 was chosen for float16, others take -1e9 and -inf.
+_HIDDEN = -1e4
+
 # Padding to a sequence that is 8 times the usual costs 7/8 of the memory and of the time, and a
 # model meets positions there that it hardly ever trains.
 _LONG = 8.0
@@ -61,6 +64,9 @@ def check(subject: Subject) -> Iterator[Finding]:
         short = lookups.beyond.fault == "odd-length"
         raise UnusableBatchError("shorter sequences" if short else "ids within their tables")
     contents = [path for path, tensor in own if lookups.is_content(path, tensor)]
+    # A mask has no name in a tuple. Zeros alone are no mask: it is of something.
+    masks = {path for path, tensor in own if path in contents and _is_mask(tensor)}
+    contents = [path for path in contents if path not in masks] or contents
     read = [tensor for path, tensor in own if path in contents or path in lookups.rows]
     # A single tensor may be empty: the boxes of an image that shows nothing. A forward tells.
     if own and not any(tensor.numel() for tensor in read or [tensor for _, tensor in own]):
@@ -82,9 +88,8 @@ def _nonfinite(subject: Subject) -> Iterator[Finding]:
             if not tensor.is_floating_point():
                 continue
             bad = ~tensor.isfinite()
-            # A mask that is added to logits has -inf where nothing may be seen, and 0 elsewhere.
             count = int(bad.sum())
-            if not count or (bool((tensor[bad] == -torch.inf).all()) and not tensor[~bad].any()):
+            if not count or _is_mask(tensor):
                 continue
             where = f'"{path}"' + (f" of batch {which} of `batches`" if which else "")
             yield Finding(
@@ -98,6 +103,11 @@ def _nonfinite(subject: Subject) -> Iterator[Finding]:
                 strength=CERTAIN,
             )
             return
+
+
+def _is_mask(tensor: torch.Tensor) -> bool:
+    """Whether it may be one that is added to logits: 0 where something is seen, far below not."""
+    return tensor.is_floating_point() and bool(((tensor == 0) | (tensor <= _HIDDEN)).all())
 
 
 def _padding(own: list[tuple[str, torch.Tensor]]) -> Iterator[Finding]:

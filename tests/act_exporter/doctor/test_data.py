@@ -150,6 +150,15 @@ def test_a_batch_that_says_one_thing_is_found(tokens: torch.Tensor) -> None:
     assert (finding.fault, finding.severity) == ("constant-batch", "warning")
 
 
+@pytest.mark.parametrize("hidden", [0.0, -1e4, -torch.inf])
+def test_a_mask_without_a_name_is_no_content(hidden: float) -> None:
+    model = Takes(lambda own, x, mask: (own.inner(x) + mask).softmax(-1).max())
+    mask = torch.zeros(2, 8, 8)
+    mask[:, :, 5:] = hidden
+    assert faults(data, Subject(model, (torch.randn(2, 8, 8), mask))) == []
+    assert faults(data, Subject(model, (torch.ones(2, 8, 8), mask))) == ["constant-batch"]
+
+
 def test_pixels_of_one_colour_are_found() -> None:
     model, _ = learner("resnet")
     assert faults(data, Subject(model, {"x": torch.zeros(2, 3, 8, 8)})) == ["constant-batch"]
