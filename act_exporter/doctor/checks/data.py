@@ -11,6 +11,7 @@ there, so it is looked for before the lookup; what is examined after it would be
 
 from __future__ import annotations
 
+import hashlib
 import statistics
 from collections.abc import Iterator
 
@@ -163,9 +164,9 @@ def _repeated(batches: list[Batch], contents: list[str]) -> Iterator[Finding]:
         for path, tensor in leaves(batch):
             if path in contents[:1] and tensor.numel() >= _TOKENS:
                 own = tensor.detach().cpu().contiguous().flatten(1)
-                whole.append(own.view(torch.uint8).numpy().tobytes())
+                whole.append(_digest(own))
                 if own.shape[1] >= _TOKENS:
-                    rows += [row.view(torch.uint8).numpy().tobytes() for row in own]
+                    rows += map(_digest, own)
     again, again_rows = len(whole) - len(set(whole)), len(rows) - len(set(rows))
     if not again and again_rows < _REPEATED * max(len(rows), 1):
         return
@@ -182,6 +183,12 @@ def _repeated(batches: list[Batch], contents: list[str]) -> Iterator[Finding]:
         evidence={"batches": len(whole), "repeated": again, "repeated_rows": again_rows},
         strength=max(share / _REPEATED, 1.0),
     )
+
+
+def _digest(tensor: torch.Tensor) -> bytes:
+    """Of its bytes: the batches themselves would fill the memory."""
+    own = tensor.view(torch.uint8).numpy().tobytes()
+    return hashlib.blake2b(own, digest_size=16).digest()
 
 
 def _lengths(subject: Subject, contents: list[str]) -> Iterator[Finding]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -181,6 +182,19 @@ def test_data_that_comes_again_is_found(kind: str) -> None:
     model, batch = learner("gpt2")
     [finding] = found(Subject(model, batch, batches=iter(batches(kind))))
     assert (finding.fault, finding.severity) == ("repeated-batches", "warning")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_batches_are_compared_without_a_copy_of_all(dtype: torch.dtype) -> None:
+    model = Takes(lambda own, x: own.inner(x[:, :8].float()).mean())
+    batch = torch.randn(8, 16_384, dtype=dtype)
+    more = [batch, *(torch.randn(8, 16_384, dtype=dtype) for _ in range(31)), batch]
+    tracemalloc.start()
+    try:
+        assert faults(data, Subject(model, batch, batches=more)) == ["repeated-batches"]
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(
