@@ -199,11 +199,7 @@ def _epsilon(moments: list[Moments]) -> Iterator[Finding]:
         change="Lower epsilon: 1e-8 is usual, and 1e-15 was used with small gradients.",
         why="Adam divides by sqrt(v) + epsilon: what is below epsilon learns that much slower than"
         " the rate says.",
-        evidence={
-            "epsilon": worst.epsilon or 0.0,
-            "times": typical,
-            "share": elements_over / total,
-        },
+        evidence={"epsilon": worst.epsilon or 0, "times": typical, "share": elements_over / total},
         strength=max(typical / _EPSILON_CRITICAL, 1.0),
     )
 
@@ -222,8 +218,7 @@ def _size(moments: list[Moments], *, exact: bool) -> Iterator[Finding]:
         if own.second is None:
             continue
         second, gradient = max(own.second, 1e-30), own.gradient
-        first = own.first or 0.0
-        wrong = first / second / own.bound / _IMPOSSIBLE if own.bound is not None else 0.0
+        wrong = (own.first or 0.0) / second / own.bound / _IMPOSSIBLE if own.bound else 0.0
         behind = gradient / second if gradient is not None else 0.0
         over = own.size / gradient / fallen / _LARGE if gradient is not None else 0.0
         if wrong > 1 and behind > _STALE:
