@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ class Moments:
         first: the first moment's rms, corrected for the steps made; None where there is none.
         second: root of the second moment's mean, likewise.
         gradient: rms of what the optimizer gets now; None where that is not known.
+        value: the parameter's own rms; 0 where its gradient is not known.
         bound: on first / second, whatever gradients were; None where betas set none.
         lost: whether the step counter is 0 although there are moments.
         epsilon: of its group; None where it has none.
@@ -33,10 +34,21 @@ class Moments:
     first: float | None
     second: float | None
     gradient: float | None
+    value: float
     bound: float | None
     lost: bool
     epsilon: float | None
     dtype: torch.dtype
+
+    @property
+    def size(self) -> float:
+        """Rms of the larger moment; 0 where there is none."""
+        return max(self.first or 0.0, self.second or 0.0)
+
+    @property
+    def elasticity(self) -> float:
+        """How much the loss changed, by the moments, as the parameter changed by a share of it."""
+        return self.size * self.value * self.count
 
 
 def moments_of(
@@ -64,11 +76,18 @@ def moments_of(
                 first=_rms(first) / _corrected(beta1, steps) if is_float(first) else None,
                 second=(_mean(second) / _corrected(beta2, steps)) ** 0.5 if known else None,
                 gradient=gradient.rms if gradient is not None and gradient.rms > 0 else None,
+                value=gradient.value if gradient is not None else 0.0,
                 bound=bound,
                 lost=known and steps == 0 and bool(second.any()),
                 epsilon=float(epsilon) if isinstance(epsilon, float | int) else None,
                 dtype=parameter.dtype,
             )
+
+
+def usual_growth(moments: Iterable[Moments]) -> float:
+    """The median of gradients over what second moments know of them; 1 where neither is known."""
+    ratios = sorted(own.gradient / own.second for own in moments if own.gradient and own.second)
+    return ratios[len(ratios) // 2] if ratios else 1.0
 
 
 def _corrected(beta: float, steps: float) -> float:

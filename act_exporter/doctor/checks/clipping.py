@@ -26,6 +26,9 @@ FAULTS = {
 # gradients between clipping and the step (weight decay by hand, noise) changes their norm less.
 _RESCALED = 2.0
 
+# Gradients in bfloat16 are rounded by up to 0.4 %.
+_ALIKE = 1e-2
+
 # A limit of 1,000 times the norm is there to measure the norm (the article's own example has 1e10).
 _NEVER = 1e3
 
@@ -56,8 +59,8 @@ def check(subject: Subject) -> Iterator[Finding]:
         yield _after_step(clip, evidence)
     elif step.scale > 1 and _is_scaled(earlier):
         yield _before_unscale(clip, step.scale, evidence)
-    elif steps and clip.after > _RESCALED * steps[0].before > 0:
-        yield _before_unscale(clip, clip.after / steps[0].before, evidence)
+    elif steps and (scale := _rescaled(step, clip)) > _RESCALED:
+        yield _before_unscale(clip, scale, evidence)
     elif (how := _unsynchronised(step, earlier, later)) is not None:
         yield _before_sync(clip, how, evidence)
     elif clip.kind == "clip" and clip.amount >= _NEVER * clip.before > 0:
@@ -74,7 +77,7 @@ def _by_hand(step: Step) -> list[int]:
         before, after = event.after, following.before
         if following.kind not in ("unscale", "step") or not 0 < _RESCALED * after < before:
             continue
-        if math.isclose(before / after, step.scale, rel_tol=1e-2):
+        if math.isclose(before / after, step.scale, rel_tol=_ALIKE):
             # Unscaled by hand; what follows is in true units.
             step.events.insert(place + 1, Event("unscale", before, after))
             return []
@@ -82,6 +85,23 @@ def _by_hand(step: Step) -> list[int]:
             step.events.insert(place + 1, Event("clip", before, after, after))
             return [place + 1]
     return []
+
+
+def _rescaled(step: Step, clip: Event) -> float:
+    """How many times smaller all gradients have become alike between the clip and the step.
+
+    Those that are gone by then are left out: a last layer's may be cancelled for the first epochs.
+    """
+    before = step.gradients
+    shares = [
+        own.rms / before[name].rms
+        for name, own in step.used.items()
+        if own.rms > 0 and name in before and before[name].rms > 0
+    ]
+    if not shares or not math.isclose(min(shares), max(shares), rel_tol=_ALIKE):
+        return 1.0
+    whole = math.hypot(*(own.rms * own.elements**0.5 for own in before.values()))
+    return clip.after / whole / shares[0]
 
 
 def _is_scaled(events: list[Event]) -> bool:

@@ -11,12 +11,19 @@ there, so it is looked for before the lookup; what is examined after it would be
 
 from __future__ import annotations
 
+import hashlib
 import statistics
 from collections.abc import Iterator
 
 import torch
 
-from act_exporter.doctor.finding import CERTAIN, Finding, Severity, UnusableBatchError
+from act_exporter.doctor.finding import (
+    CERTAIN,
+    Finding,
+    NeedsMoreError,
+    Severity,
+    UnusableBatchError,
+)
 from act_exporter.doctor.lookups import Lookups, beyond, empty, leaves, look_up, positions_of
 from act_exporter.doctor.subject import Batch, Subject
 
@@ -36,6 +43,9 @@ _TOKENS = 8
 # the data fit into these few batches. One whole batch that comes again is no chance at all.
 _REPEATED = 1 / 3
 
+# What softmax makes nothing of; -1e4 was chosen for float16, others take -1e9 and -inf.
+_HIDDEN = -1e4
+
 # Padding to a sequence that is 8 times the usual costs 7/8 of the memory and of the time, and a
 # model meets positions there that it hardly ever trains.
 _LONG = 8.0
@@ -48,9 +58,6 @@ def check(subject: Subject) -> Iterator[Finding]:
         UnusableBatchError: no forward can be run with the batch.
     """
     own = list(leaves(subject.batch))
-    if any(not tensor.numel() for _, tensor in own):
-        yield empty("a tensor without elements", {})
-        raise UnusableBatchError("a batch that has elements")
     yield from _nonfinite(subject)
     lookups = look_up(subject)
     if lookups.beyond is not None:
@@ -58,6 +65,14 @@ def check(subject: Subject) -> Iterator[Finding]:
         short = lookups.beyond.fault == "odd-length"
         raise UnusableBatchError("shorter sequences" if short else "ids within their tables")
     contents = [path for path, tensor in own if lookups.is_content(path, tensor)]
+    # A mask has no name in a tuple. Zeros alone are no mask: it is of something.
+    masks = {path for path, tensor in own if path in contents and _is_mask(tensor)}
+    contents = [path for path in contents if path not in masks] or contents
+    read = [tensor for path, tensor in own if path in contents or path in lookups.rows]
+    # A single tensor may be empty: the boxes of an image that shows nothing. A forward tells.
+    if own and not any(tensor.numel() for tensor in read or [tensor for _, tensor in own]):
+        yield empty("no elements", {})
+        raise UnusableBatchError("a batch that has elements")
     lengths = list(_lengths(subject, contents))
     yield from lengths
     if not any(finding.severity == "critical" for finding in lengths):
@@ -74,9 +89,8 @@ def _nonfinite(subject: Subject) -> Iterator[Finding]:
             if not tensor.is_floating_point():
                 continue
             bad = ~tensor.isfinite()
-            # A mask that is added to logits has -inf where nothing may be seen, and 0 elsewhere.
             count = int(bad.sum())
-            if not count or (bool((tensor[bad] == -torch.inf).all()) and not tensor[~bad].any()):
+            if not count or _is_mask(tensor):
                 continue
             where = f'"{path}"' + (f" of batch {which} of `batches`" if which else "")
             yield Finding(
@@ -90,6 +104,11 @@ def _nonfinite(subject: Subject) -> Iterator[Finding]:
                 strength=CERTAIN,
             )
             return
+
+
+def _is_mask(tensor: torch.Tensor) -> bool:
+    """Whether it may be one that is added to logits: 0 where something is seen, far below not."""
+    return tensor.is_floating_point() and bool(((tensor == 0) | (tensor <= _HIDDEN)).all())
 
 
 def _padding(own: list[tuple[str, torch.Tensor]]) -> Iterator[Finding]:
@@ -145,9 +164,9 @@ def _repeated(batches: list[Batch], contents: list[str]) -> Iterator[Finding]:
         for path, tensor in leaves(batch):
             if path in contents[:1] and tensor.numel() >= _TOKENS:
                 own = tensor.detach().cpu().contiguous().flatten(1)
-                whole.append(own.view(torch.uint8).numpy().tobytes())
+                whole.append(_digest(own))
                 if own.shape[1] >= _TOKENS:
-                    rows += [row.view(torch.uint8).numpy().tobytes() for row in own]
+                    rows += map(_digest, own)
     again, again_rows = len(whole) - len(set(whole)), len(rows) - len(set(rows))
     if not again and again_rows < _REPEATED * max(len(rows), 1):
         return
@@ -164,6 +183,12 @@ def _repeated(batches: list[Batch], contents: list[str]) -> Iterator[Finding]:
         evidence={"batches": len(whole), "repeated": again, "repeated_rows": again_rows},
         strength=max(share / _REPEATED, 1.0),
     )
+
+
+def _digest(tensor: torch.Tensor) -> bytes:
+    """Of its bytes: the batches themselves would fill the memory."""
+    own = tensor.view(torch.uint8).numpy().tobytes()
+    return hashlib.blake2b(own, digest_size=16).digest()
 
 
 def _lengths(subject: Subject, contents: list[str]) -> Iterator[Finding]:
@@ -183,8 +208,8 @@ def _lengths(subject: Subject, contents: list[str]) -> Iterator[Finding]:
     longest, usual = max(own + others), statistics.median(others or own)
     evidence: dict[str, float | int | str] = {"longest": longest, "median": usual}
     severity: Severity = "warning"
-    if max(own) <= 1:
-        severity = "critical"  # the mean over no label is NaN
+    if max(own) <= 1 and _follows_nothing(subject):
+        severity = "critical"
         what, strength = "Each sequence of the batch has one token: nothing follows it.", CERTAIN
     elif limit is not None and longest > limit:
         evidence["max_position_embeddings"] = limit
@@ -206,3 +231,19 @@ def _lengths(subject: Subject, contents: list[str]) -> Iterator[Finding]:
         evidence=evidence,
         strength=max(strength, 1.0),
     )
+
+
+def _follows_nothing(subject: Subject) -> bool:
+    """Whether labels are for the tokens themselves, and the mean over none of them is NaN.
+
+    A column of ids is as short, and has something else to learn.
+    """
+    shapes = {path: tensor.shape for path, tensor in leaves(subject.batch)}
+    labels = [shape for path, shape in shapes.items() if "label" in path.lower()]
+    others = [shape for path, shape in shapes.items() if "label" not in path.lower()]
+    if not any(shape in others for shape in labels):
+        return False
+    try:
+        return bool(subject.loss(subject.plain.output).isnan())
+    except NeedsMoreError:
+        return False

@@ -124,7 +124,9 @@ def _tried(
             share = min(1.0, (number + 1) / (_TRIAL / 2)) if ramp else 1.0
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                 group["lr"] = peak * share
-            scale = subject.scaler.get_scale() if subject.scaler is not None else 1.0
+            # Only a training step of the user's own scales its loss.
+            scaler = subject.scaler if subject.train_step is not None else None
+            scale = scaler.get_scale() if scaler is not None else 1.0
             with losses() as own:
                 subject.run_step(subject.batch)
             if subject.train_step is None:

@@ -9,13 +9,14 @@ The article's section 5.1 ("check that the first and second moments are within a
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator
 
 import torch
 from torch import nn
 
 from act_exporter.doctor.finding import CERTAIN, Finding, NeedsMoreError
-from act_exporter.doctor.moments import Moments, is_float, moments_of
+from act_exporter.doctor.moments import Moments, is_float, moments_of, usual_growth
 from act_exporter.doctor.recorder import named_parameters
 from act_exporter.doctor.schedule import ahead
 from act_exporter.doctor.step import Step
@@ -32,8 +33,8 @@ FAULTS = {
     "learning-rate-zero": "Parameters have a learning rate of 0, now and later.",
 }
 
-# A second moment forgets within 1 / (1 - beta2) steps; gradients become a thousand times smaller
-# within as many nowhere but after a fault. (From the first step on they may by a hundred times.)
+# A second moment forgets within 1 / (1 - beta2) steps; gradients of one parameter become a thousand
+# times smaller within as many, and others' do not, nowhere but after a fault.
 _LARGE = 1e3
 
 # Batches differ by up to three times and Wortsman calls 2.3 a spike of one element's; ten times of
@@ -198,45 +199,43 @@ def _epsilon(moments: list[Moments]) -> Iterator[Finding]:
         change="Lower epsilon: 1e-8 is usual, and 1e-15 was used with small gradients.",
         why="Adam divides by sqrt(v) + epsilon: what is below epsilon learns that much slower than"
         " the rate says.",
-        evidence={
-            "epsilon": worst.epsilon or 0.0,
-            "times": typical,
-            "share": elements_over / total,
-        },
+        evidence={"epsilon": worst.epsilon or 0, "times": typical, "share": elements_over / total},
         strength=max(typical / _EPSILON_CRITICAL, 1.0),
     )
 
 
 def _size(moments: list[Moments], *, exact: bool) -> Iterator[Finding]:
-    large: list[tuple[float, Moments]] = []
+    large: list[tuple[bool, float, Moments]] = []
     stale: list[tuple[float, Moments]] = []
     lost = [own for own in moments if own.lost]
-    usual = _usual(moments)
+    usual = usual_growth(moments)
+    # As a batch is learnt by heart, all gradients become smaller, and by as much.
+    fallen = max(1.0, 1 / usual)
+    # A gradient that is nothing but rounding (of a bias of attention's keys) has any size; moments
+    # that are a thousand times too large are above most others.
+    typical = statistics.median_low([own.elasticity for own in moments] or [0.0])
     for own in moments:
         if own.second is None:
             continue
         second, gradient = max(own.second, 1e-30), own.gradient
-        first = own.first or 0.0
-        wrong = first / second / own.bound / _IMPOSSIBLE if own.bound is not None else 0.0
+        wrong = (own.first or 0.0) / second / own.bound / _IMPOSSIBLE if own.bound else 0.0
         behind = gradient / second if gradient is not None else 0.0
-        if gradient is not None and max(first, second) > _LARGE * gradient:
-            large.append((max(first, second) / gradient / _LARGE, own))
+        over = own.size / gradient / fallen / _LARGE if gradient is not None else 0.0
+        if wrong > 1 and behind > _STALE:
+            stale.append((wrong, own))
         elif wrong > 1:
-            (stale if gradient is not None and behind > _STALE else large).append((wrong, own))
+            large.append((True, wrong, own))
+        elif over > 1 and own.elasticity > typical:
+            large.append((False, over, own))
         # Without the clipping in it, only what one parameter has and others have not is told.
         elif behind > _STALE * (1.0 if exact else max(usual, 1.0)):
             stale.append((behind / _STALE, own))
     if lost:
         yield _lost(lost)
     if large:
-        yield _large(*max(large, key=lambda item: item[0]), len(large) - 1)
+        yield _large(*max(large, key=lambda item: item[:2]), len(large) - 1)
     if stale:
         yield _stale(*max(stale, key=lambda item: item[0]), len(stale) - 1)
-
-
-def _usual(moments: list[Moments]) -> float:
-    ratios = sorted(own.gradient / own.second for own in moments if own.gradient and own.second)
-    return ratios[len(ratios) // 2] if ratios else 1.0
 
 
 def _evidence(own: Moments, others: int) -> dict[str, float | int | str]:
@@ -262,12 +261,13 @@ def _lost(lost: list[Moments]) -> Finding:
     )
 
 
-def _large(strength: float, own: Moments, others: int) -> Finding:
+def _large(impossible: bool, strength: float, own: Moments, others: int) -> Finding:
     known = own.gradient is not None
     against = f"gradients of {own.gradient:.3g}" if known else "what they can be together"
     return Finding(
         fault="large-moments",
-        severity="critical",
+        # What gradients could have made, they may have made.
+        severity="critical" if impossible else "warning",
         layer=own.layer or None,
         what=f"Moments of {own.layer} are {own.first or 0:.3g} and {own.second or 0:.3g} (rms),"
         f" against {against}; so are those of {others} other parameters.",

@@ -69,6 +69,15 @@ class Trainer:
         for gradient in gradients:
             gradient.mul_(min(1.0, self.limit / float(norm)))
 
+    def clip_by_half(self, batch: Any) -> None:
+        clip_grad_norm_(self.model.parameters(), self.limit / 2)
+
+    def cancel(self, batch: Any) -> None:
+        """All but the last norm's, as DINO does with its last layer's."""
+        for name, parameter in self.model.named_parameters():
+            if "ln_f" not in name:
+                parameter.grad = None
+
     def average(self, batch: Any) -> None:
         for parameter in self.model.parameters():
             dist.all_reduce(parameter.grad)
@@ -117,6 +126,9 @@ def group(tmp_path: Path) -> Iterator[None]:
         ("scaled_backward", "unscale", "clip", "scaled_step"),
         ("scaled_backward", "unscale", "clip_by_hand", "scaled_step"),
         ("scale_by_hand", "unscale_by_hand", "clip", "step"),
+        ("backward", "clip", "cancel", "step"),
+        ("backward", "clip", "clip_by_half", "step"),
+        ("scaled_backward", "unscale", "clip", "cancel", "scaled_step"),
     ],
     ids="-".join,
 )
@@ -134,6 +146,7 @@ def test_the_right_order_has_no_finding(parts: tuple[str, ...]) -> None:
         ("scaled_backward", "clip_values_imported", "scaled_step"),
         ("scaled_backward", "clip_by_hand", "scaled_step"),
         ("scale_by_hand", "clip", "unscale_by_hand", "step"),
+        ("scale_by_hand", "clip", "clip_by_half", "unscale_by_hand", "step"),
     ],
     ids="-".join,
 )

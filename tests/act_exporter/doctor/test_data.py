@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import tracemalloc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from act_exporter.doctor import examine
 from act_exporter.doctor.checks import data
@@ -113,6 +116,32 @@ def test_a_batch_with_nothing_to_learn_from_is_found(change: dict[str, torch.Ten
     assert (findings[0].fault, findings[0].severity) == ("empty-batch", "critical")
 
 
+class Takes(nn.Module):
+    """A model that takes what a test gives it."""
+
+    def __init__(self, forward: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.table = nn.Embedding(64, 8)
+        self.inner = nn.Linear(8, 8)
+        self.own = forward
+
+    def forward(self, *args: torch.Tensor) -> torch.Tensor:
+        return self.own(self, *args)
+
+
+def test_one_tensor_without_elements_among_others_is_no_fault() -> None:
+    model = Takes(lambda own, x, boxes: own.inner(x).square().mean() + boxes.sum())
+    assert faults(data, Subject(model, (torch.randn(4, 8), torch.zeros(0, 4)))) == []
+    model = Takes(lambda own, ids, boxes: own.inner(own.table(ids)).mean() + boxes.sum())
+    assert faults(data, Subject(model, (torch.arange(64), torch.zeros(0, 4)))) == []
+
+
+def test_a_batch_without_elements_is_found_whatever_its_tensors_are() -> None:
+    model = Takes(lambda own, x, labels: own.inner(x).mean() + labels.sum())
+    [finding] = found(Subject(model, (torch.zeros(0, 8), torch.zeros(0, dtype=torch.long))))
+    assert (finding.fault, finding.severity) == ("empty-batch", "critical")
+
+
 @pytest.mark.parametrize(
     "tokens", [torch.full((2, 8), 5), torch.arange(3, 11).expand(4, 8).clone()]
 )
@@ -120,6 +149,15 @@ def test_a_batch_that_says_one_thing_is_found(tokens: torch.Tensor) -> None:
     model, _ = learner("gpt2")
     [finding] = found(Subject(model, {"input_ids": tokens, "labels": tokens}))
     assert (finding.fault, finding.severity) == ("constant-batch", "warning")
+
+
+@pytest.mark.parametrize("hidden", [0.0, -1e4, -torch.inf])
+def test_a_mask_without_a_name_is_no_content(hidden: float) -> None:
+    model = Takes(lambda own, x, mask: (own.inner(x) + mask).softmax(-1).max())
+    mask = torch.zeros(2, 8, 8)
+    mask[:, :, 5:] = hidden
+    assert faults(data, Subject(model, (torch.randn(2, 8, 8), mask))) == []
+    assert faults(data, Subject(model, (torch.ones(2, 8, 8), mask))) == ["constant-batch"]
 
 
 def test_pixels_of_one_colour_are_found() -> None:
@@ -146,6 +184,19 @@ def test_data_that_comes_again_is_found(kind: str) -> None:
     assert (finding.fault, finding.severity) == ("repeated-batches", "warning")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_batches_are_compared_without_a_copy_of_all(dtype: torch.dtype) -> None:
+    model = Takes(lambda own, x: own.inner(x[:, :8].float()).mean())
+    batch = torch.randn(8, 16_384, dtype=dtype)
+    more = [batch, *(torch.randn(8, 16_384, dtype=dtype) for _ in range(31)), batch]
+    tracemalloc.start()
+    try:
+        assert faults(data, Subject(model, batch, batches=more)) == ["repeated-batches"]
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
+
+
 @pytest.mark.parametrize(
     ("lengths", "own"), [([4, 4, 4, 32], 4), ([], 1)], ids=["one far longer", "one token"]
 )
@@ -154,6 +205,14 @@ def test_odd_lengths_are_found(lengths: list[int], own: int) -> None:
     more = [text(length=length) for length in lengths]
     findings = found(Subject(model, text(length=own), batches=more))
     assert findings[0].fault == "odd-length"
+
+
+def test_a_column_of_ids_is_no_short_sequence() -> None:
+    def loss(own: Any, users: torch.Tensor, ratings: torch.Tensor) -> torch.Tensor:
+        return (own.inner(own.table(users)).mean(-1) - ratings).square().mean()
+
+    batch = (torch.arange(64)[:, None], torch.randn(64, 1))
+    assert faults(data, Subject(Takes(loss), batch)) == []
 
 
 def test_lengths_beyond_what_the_model_was_made_for_are_found() -> None:

@@ -79,6 +79,15 @@ def test_the_training_step_is_used_where_there_is_one() -> None:
     assert faults(learning_rate, clipped) == []
 
 
+def test_a_loss_that_no_training_step_scales_is_taken_as_it_is() -> None:
+    model, batch = learner("gpt2")
+    optimizer = adamw(model, 3.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=65_536.0)
+    subject = Subject(model, batch, optimizer, warmup(optimizer), scaler)
+    [finding] = list(learning_rate.check(subject))
+    assert finding.evidence["loss_before"] == pytest.approx(model(**batch).item(), rel=0.1)
+
+
 def test_a_loss_that_no_rate_lowers_is_not_the_rates_fault() -> None:
     model, batch = learner("gpt2")
     original = model.loss

@@ -8,17 +8,20 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from act_exporter.doctor.checks import optimizer_state
 from act_exporter.doctor.finding import Finding, NeedsMoreError
 from act_exporter.doctor.subject import Subject
 from tests.act_exporter.architectures import ARCHITECTURES
 from tests.act_exporter.doctor.learners import (
+    Deep,
     adamw,
     assert_same,
     faults,
     learner,
     state_of,
+    trained,
 )
 
 HEALTHY = [name for name in ARCHITECTURES if name != "unstable"]
@@ -96,12 +99,53 @@ def test_impossible_values_are_found(value: float) -> None:
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["with its step", "without"])
-@pytest.mark.parametrize(("key", "factor"), [("exp_avg", 1e5), ("exp_avg_sq", 1e10)])
-def test_moments_far_above_the_gradients_are_found(key: str, factor: float, whole: bool) -> None:
+@pytest.mark.parametrize(
+    ("key", "factor", "severity"), [("exp_avg", 1e5, "critical"), ("exp_avg_sq", 1e10, "warning")]
+)
+def test_moments_far_above_the_gradients_are_found(
+    key: str, factor: float, severity: str, whole: bool
+) -> None:
     trainer = Trainer()
     trainer.moments()[key].mul_(factor)
     [finding] = trainer.findings(whole=whole)
-    assert (finding.fault, finding.severity, finding.layer) == ("large-moments", "critical", LAYER)
+    assert (finding.fault, finding.severity, finding.layer) == ("large-moments", severity, LAYER)
+
+
+class KeyBias(nn.Module):
+    """A pre-norm block whose softmax does not see the bias of its keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+        self.query, self.key, self.value = (nn.Linear(32, 32) for _ in range(3))
+        self.head = nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        own = self.norm(x)
+        seen = (self.query(own) @ self.key(own).mT / 32**0.5).softmax(-1) @ self.value(own)
+        return F.cross_entropy(self.head(x + seen).flatten(0, 1).float(), torch.arange(32) % 8)
+
+
+def test_a_gradient_that_is_nothing_but_rounding_is_no_measure() -> None:
+    torch.manual_seed(0)
+    model, batch = KeyBias(), {"x": torch.randn(4, 8, 32)}
+    optimizer = adamw(model)
+    for _ in range(60):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(**batch)
+        loss.backward()
+        optimizer.step()
+    assert faults(optimizer_state, Subject(model, batch, optimizer)) == []
+
+
+def test_a_batch_that_is_learnt_by_heart_is_no_fault() -> None:
+    torch.manual_seed(0)
+    model, batch = Deep(2, nn.ReLU), {"x": torch.randn(4, 16)}
+    optimizer = adamw(model, 1e-2)
+    trained(model, optimizer, batch, 100)
+    assert model(**batch).item() < 1e-3
+    assert faults(optimizer_state, Subject(model, batch, optimizer)) == []
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["with its step", "without"])
