@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from act_exporter.doctor.formats import has_fp16_weights
 from act_exporter.doctor.subject import Batch, Subject
 from act_exporter.doctor.trace import Place, Seen
 from act_exporter.layers import Side, is_projection, named_modules
@@ -53,7 +54,7 @@ class Measured(NamedTuple):
 
 def in_float32(subject: Subject) -> Subject:
     """The subject, or a copy in float32 of one that would overflow in fp16 when it is driven."""
-    if all(parameter.dtype != torch.float16 for parameter in subject.model.parameters()):
+    if not has_fp16_weights(subject.model):
         return subject
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:

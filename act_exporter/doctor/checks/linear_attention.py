@@ -25,6 +25,7 @@ from torch.random import fork_rng
 
 from act_exporter.doctor.feature_map import FeatureMap, feature_map
 from act_exporter.doctor.finding import Finding
+from act_exporter.doctor.formats import uses_fp16
 from act_exporter.doctor.growth import Measured, Where, driven, in_float32, lengths, mixes
 from act_exporter.doctor.subject import Subject
 from act_exporter.layers import named_modules
@@ -80,6 +81,7 @@ class _Grown:
 
 
 def check(subject: Subject) -> Iterator[Finding]:
+    in_fp16 = uses_fp16(subject)
     subject = in_float32(subject)
     at_levels = {rms: driven(subject, rms) for rms in _LEVELS}
     at_lengths = {float(n): driven(subject, 1.0, batch) for n, batch in lengths(subject)}
@@ -91,7 +93,7 @@ def check(subject: Subject) -> Iterator[Finding]:
         also = next((own for own in summed if own.scope == unbounded[0].scope), None)
         yield _measured_unbounded(unbounded, also, exponential)
     elif exponential:
-        yield _named_unbounded(subject, exponential)
+        yield _named_unbounded(exponential, in_fp16)
     # The same place of other blocks is the same code, and mended with it.
     if summed and not (unbounded and _is_like(unbounded[0], summed[0])):
         yield _unnormalised(summed)
@@ -178,9 +180,8 @@ def _measured_unbounded(
     )
 
 
-def _named_unbounded(subject: Subject, maps: Mapping[str, FeatureMap]) -> Finding:
+def _named_unbounded(maps: Mapping[str, FeatureMap], in_fp16: bool) -> Finding:
     name, own = next(iter(maps.items()))
-    in_fp16 = any(p.dtype == torch.float16 for p in subject.model.parameters())
     return Finding(
         fault="unbounded-feature-map",
         severity="critical" if in_fp16 else "warning",  # fp16 ends at exp(11)

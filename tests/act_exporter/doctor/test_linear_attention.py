@@ -64,6 +64,13 @@ class TestUnboundedFeatureMap:
         assert (found.fault, found.severity) == ("unbounded-feature-map", "warning")
         assert found.layer == "blocks.2.attn"
 
+    def test_with_float16_weights_that_is_critical(self) -> None:
+        attention = LinearAttention(torch.exp)
+        attention.feature_map = torch.exp
+        model = decoder(lambda: SoftmaxAttention(), at_2=attention).half()
+        (found,) = findings(model, tokens())
+        assert (found.fault, found.severity) == ("unbounded-feature-map", "critical")
+
     def test_exp_that_mixes_no_tokens_is_no_attention(self) -> None:
         class Exponential(nn.Module):
             def __init__(self) -> None:
