@@ -46,10 +46,12 @@ class Measured(NamedTuple):
     Attributes:
         rms: infinite where an element is not finite.
         source: the last projection that ran before; None if none did.
+        pooled: whether no projection before it has put out a sequence of its length.
     """
 
     rms: float
     source: Where | None
+    pooled: bool
 
 
 def in_float32(subject: Subject) -> Subject:
@@ -148,14 +150,17 @@ def _brought(out: torch.Tensor, rms: float) -> torch.Tensor:
 
 def _between(seen: list[Seen]) -> Iterator[tuple[Where, Measured]]:
     source: Where | None = None
+    before: set[int] = set()
     for own in seen:
         where = Where(own.layer, own.place.side, own.place.call)
         projection = is_projection(own.place.module)
         output = own.place.side == "output"
         if projection and output:
             source = where
+            before.update(own.shape[-2:-1])
         elif len(own.shape) > 2 and (projection or (output and _has_some(own.place))):
-            yield where, Measured(math.inf if own.nonfinite else own.rms, source)
+            rms = math.inf if own.nonfinite else own.rms
+            yield where, Measured(rms, source, own.shape[-2] not in before)
 
 
 def _has_some(place: Place) -> bool:
