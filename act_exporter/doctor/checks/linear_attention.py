@@ -104,9 +104,9 @@ def check(subject: Subject) -> Iterator[Finding]:
     elif exponential:
         yield _named_unbounded(exponential, in_fp16)
     # The same place of other blocks is the same code, and mended with it.
-    if summed and not (unbounded and _is_like(unbounded[0], summed[0])):
-        if _is_attention(subject, summed[0], at_levels):
-            yield _unnormalised(summed)
+    mended = unbounded and summed and _is_like(unbounded[0], summed[0])
+    if summed and not mended and _is_attention(subject, summed[0], at_levels):
+        yield _unnormalised(summed)
 
 
 def _is_exponential(powers: list[float]) -> bool:
