@@ -33,10 +33,14 @@ _NONFINITE = frozenset({"nonfinite-gradients", "fp16-overflow", "learning-rate-t
 # The rate is tried out by real steps: what spoils an update makes any rate too high.
 _STEPS = frozenset({"learning-rate-too-high"})
 
+# What is seen where hardly anything passes.
+_QUIET = frozenset({"dead-units", "vanishing-gradients"})
+
 _EXPLAINS: Mapping[str, frozenset[str]] = {
+    "constant-batch": _QUIET | {"exploding-gradients"},  # all of a batch pulls the same way
     "nonfinite-input": _NONFINITE,
     "nonfinite-weight": _NONFINITE,
-    "odd-weight": _LOUD | {"dead-units", "vanishing-gradients"},
+    "odd-weight": _LOUD | _QUIET,
     "missing-norm": _LOUD,
     "large-gain": _LOUD,
     "small-epsilon": _NONFINITE,
@@ -52,6 +56,8 @@ _EXPLAINS: Mapping[str, frozenset[str]] = {
     "stale-moments": _STEPS,
     "lost-step": _STEPS,
     "epsilon": _STEPS,
+    # Moments of gradients that are clipped with the scale in them are smaller by that scale.
+    "clip-before-unscale": frozenset({"epsilon"}),
 }
 
 
@@ -72,7 +78,7 @@ def ordered(findings: Iterable[Finding], layers: Sequence[str]) -> tuple[Finding
         ends[layer] = place
 
     def explains(cause: Finding, other: Finding) -> bool:
-        if other.fault not in _EXPLAINS.get(cause.fault, ()):
+        if other.fault not in _explained_by(cause):
             return False
         if other.fault in _GRADIENTS:  # they pass all layers
             return True
@@ -90,3 +96,9 @@ def ordered(findings: Iterable[Finding], layers: Sequence[str]) -> tuple[Finding
         for finding, severity in zip(found, worst, strict=True)
     ]
     return tuple(sorted(found, key=rank))
+
+
+def _explained_by(cause: Finding) -> frozenset[str]:
+    if cause.fault == "odd-weight" and float(cause.evidence.get("times_its_like", 1)) < 1:
+        return _QUIET
+    return _EXPLAINS.get(cause.fault, frozenset())

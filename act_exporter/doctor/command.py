@@ -90,15 +90,17 @@ def doctor(
 
     try:
         arguments = given(target, checkpoint=checkpoint, batch=batch)
-        report = _examined(arguments)
-        name = type(arguments["model"]).__name__
-        if picture is not None:
-            write_picture(picture, report, f"{name}, from {target}")
-        if reproduction is not None:
+        if reproduction is not None:  # refused before the time is spent on an examination
             from act_exporter.doctor.reproduction import reproduce
 
             script = reproduce(arguments["model"], arguments["batch"])
             reproduction.write_text(script, encoding="utf-8")
+        report = _examined(arguments)
+        name = type(arguments["model"]).__name__
+        if picture is not None and report.profile:
+            write_picture(picture, report, f"{name}, from {target}")
+        elif picture is not None and not quiet:
+            typer.echo(f"act-exporter: {picture} not written: no forward to draw", err=True)
         if json is not None and str(json) != "-":
             json.write_text(report.to_json(), encoding="utf-8")
     except (ActExporterError, OSError) as error:

@@ -15,6 +15,16 @@ from act_exporter.doctor.trace import Trace
 from act_exporter.layers import named_modules
 
 
+def has_fp16_weights(model: nn.Module) -> bool:
+    return any(parameter.dtype == torch.float16 for parameter in model.parameters())
+
+
+def uses_fp16(subject: Subject) -> bool:
+    """Whether numbers have to fit into float16: a loss scale is of no use without it."""
+    scaled = subject.scaler is not None and bool(subject.scaler.is_enabled())
+    return scaled or has_fp16_weights(subject.model)
+
+
 def autocast(subject: Subject, dtype: torch.dtype, kept: Sequence[str] = ()) -> Trace:
     """The forward under autocast, on the model's device, without gradients.
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from act_exporter.doctor.formats import has_fp16_weights
 from act_exporter.doctor.subject import Batch, Subject
 from act_exporter.doctor.trace import Place, Seen
 from act_exporter.layers import Side, is_projection, named_modules
@@ -45,15 +46,17 @@ class Measured(NamedTuple):
     Attributes:
         rms: infinite where an element is not finite.
         source: the last projection that ran before; None if none did.
+        pooled: whether no projection before it has put out a sequence of its length.
     """
 
     rms: float
     source: Where | None
+    pooled: bool
 
 
 def in_float32(subject: Subject) -> Subject:
     """The subject, or a copy in float32 of one that would overflow in fp16 when it is driven."""
-    if all(parameter.dtype != torch.float16 for parameter in subject.model.parameters()):
+    if not has_fp16_weights(subject.model):
         return subject
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
@@ -147,14 +150,17 @@ def _brought(out: torch.Tensor, rms: float) -> torch.Tensor:
 
 def _between(seen: list[Seen]) -> Iterator[tuple[Where, Measured]]:
     source: Where | None = None
+    before: set[int] = set()
     for own in seen:
         where = Where(own.layer, own.place.side, own.place.call)
         projection = is_projection(own.place.module)
         output = own.place.side == "output"
         if projection and output:
             source = where
+            before.update(own.shape[-2:-1])
         elif len(own.shape) > 2 and (projection or (output and _has_some(own.place))):
-            yield where, Measured(math.inf if own.nonfinite else own.rms, source)
+            rms = math.inf if own.nonfinite else own.rms
+            yield where, Measured(rms, source, own.shape[-2] not in before)
 
 
 def _has_some(place: Place) -> bool:

@@ -54,10 +54,10 @@ class Lookups(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is F.embedding:
+        if func in (F.embedding, F.embedding_bag):
             self._embedding(*args[:2])
-        elif func is F.cross_entropy:
-            self._cross_entropy(*args, **kwargs)
+        elif func in (F.cross_entropy, F.nll_loss):
+            self._labels(*args, **kwargs)
         return func(*args, **kwargs)
 
     def is_content(self, path: str, tensor: torch.Tensor) -> bool:
@@ -85,7 +85,7 @@ class Lookups(TorchFunctionMode):
             self.beyond = beyond(ids, bad, rows, layer, paths[0] if paths else None)
         raise IndexError(self.beyond.what)
 
-    def _cross_entropy(
+    def _labels(
         self,
         logits: torch.Tensor,
         target: torch.Tensor,

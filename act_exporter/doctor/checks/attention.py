@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from act_exporter.doctor.finding import Finding, Severity
+from act_exporter.doctor.formats import uses_fp16
 from act_exporter.doctor.operations import Softmax, softmaxes
 from act_exporter.doctor.subject import Subject
 from act_exporter.doctor.trace import Seen
@@ -62,7 +63,7 @@ def check(subject: Subject) -> Iterator[Finding]:
     if not found:
         return
     kinds: Sequence[tuple[str, Severity, Callable[[Softmax], float]]] = (
-        ("softmax-overflow", "critical", lambda own: _overflow(own, _in_fp16(subject))),
+        ("softmax-overflow", "critical", lambda own: _overflow(own, uses_fp16(subject))),
         ("large-logits", "critical", _one_hot),
         ("large-logits", "critical", lambda own: own.largest / _DIVERGED),
         ("softmax-overflow", "warning", lambda own: _overflow(own, True)),
@@ -92,13 +93,6 @@ def _collapse(own: Softmax) -> float:
     if math.isnan(own.entropy):
         return 0.0
     return _COLLAPSED / max(own.entropy, 1e-3)  # of a strength that can be compared
-
-
-def _in_fp16(subject: Subject) -> bool:
-    """Whether products are made in fp16: a scaler is of no use without it."""
-    return subject.scaler is not None or any(
-        parameter.dtype == torch.float16 for parameter in subject.model.parameters()
-    )
 
 
 def _finding(

@@ -15,11 +15,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median, median_low
 
+import torch
 from torch import nn
 
 from act_exporter.doctor.finding import CERTAIN, Finding
 from act_exporter.doctor.matrices import Matrix, matrices, rms
 from act_exporter.doctor.norms import norms
+from act_exporter.doctor.recorder import named_parameters
 from act_exporter.doctor.subject import Subject
 from act_exporter.doctor.trace import Trace
 from act_exporter.exceptions import NothingToWatchError
@@ -81,33 +83,41 @@ def check(subject: Subject) -> Iterator[Finding]:
 
 
 def _nonfinite(model: nn.Module) -> Iterator[Finding]:
-    bad: dict[str, int] = {}
+    bad: dict[str | None, int] = {}
     first = ""
-    for layer, module in named_modules(model):
-        for name, weight in module.named_parameters(recurse=False):
-            if not weight.is_floating_point():
-                continue
-            if count := int((~weight.isfinite()).sum()):
-                first = first or f"{layer}.{name}"
-                bad[layer] = bad.get(layer, 0) + count
-        for name, buffer in module.named_buffers(recurse=False):
-            # A causal mask is made of infinities.
-            if buffer.is_floating_point() and (count := int(buffer.isnan().sum())):
-                first = first or f"{layer}.{name}"
-                bad[layer] = bad.get(layer, 0) + count
+    layers = dict(named_modules(model))
+    for name, weight in (*named_parameters(model).items(), *_buffers(model)):
+        if not weight.is_floating_point():
+            continue
+        # Of the buffers a causal mask is made of infinities.
+        wrong = ~weight.isfinite() if isinstance(weight, nn.Parameter) else weight.isnan()
+        if count := int(wrong.sum()):
+            first = first or name
+            owner = name.rpartition(".")[0]
+            layer = owner if owner in layers else None  # the model's very own
+            bad[layer] = bad.get(layer, 0) + count
     if bad:
         layer = next(iter(bad))
         yield Finding(
             fault="nonfinite-weight",
             severity="critical",
             layer=layer,
-            what=f"{bad[layer]} elements of the weights of {layer} are NaN or infinite ({first}).",
+            what=f"{bad[layer]} elements of the weights of {layer or 'the model'} are NaN or"
+            f" infinite ({first}).",
             change="Go back to a checkpoint before this, and find what put it there: an update of a"
             " non-finite gradient, or a module that was never initialised.",
             why="Each forward through this layer gives NaN, and no update makes a NaN a number.",
             evidence={"nonfinite_elements": bad[layer], "other_layers": len(bad) - 1},
             strength=CERTAIN,
         )
+
+
+def _buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    # A bare layer is among the named ones.
+    owners = {id(module): (layer, module) for layer, module in (("", model), *named_modules(model))}
+    for layer, module in owners.values():
+        for name, buffer in module.named_buffers(recurse=False):
+            yield f"{layer}.{name}".removeprefix("."), buffer
 
 
 def _odd(found: Sequence[Matrix], trace: Trace) -> Iterator[_Odd]:

@@ -25,9 +25,10 @@ from torch.random import fork_rng
 
 from act_exporter.doctor.feature_map import FeatureMap, feature_map
 from act_exporter.doctor.finding import Finding
+from act_exporter.doctor.formats import uses_fp16
 from act_exporter.doctor.growth import Measured, Where, driven, in_float32, lengths, mixes
 from act_exporter.doctor.subject import Subject
-from act_exporter.layers import named_modules
+from act_exporter.layers import named_modules, query_or_key
 
 FAULTS = {
     "unbounded-feature-map": "The feature map of a linear attention grows exponentially.",
@@ -47,6 +48,10 @@ _POWER = 10.0
 # sum of random signs at 0.5, one of like signs at 1; a state that forgets (Mamba's) was measured at
 # 0.3 and less from 4 tokens on, and stops growing.
 _SUMMED = 0.4
+
+# As a power of the RMS at some level: of what is summed over a sequence without a product of query
+# and key it is 1, with one at least 2, by whatever feature map that grows.
+_PRODUCT = 1.5
 
 # Places that are tried for mixing tokens before others are believed not to.
 _TRIED = 4
@@ -80,9 +85,15 @@ class _Grown:
 
 
 def check(subject: Subject) -> Iterator[Finding]:
+    in_fp16 = uses_fp16(subject)
     subject = in_float32(subject)
     at_levels = {rms: driven(subject, rms) for rms in _LEVELS}
-    at_lengths = {float(n): driven(subject, 1.0, batch) for n, batch in lengths(subject)}
+    at_lengths = {
+        float(n): {
+            where: own for where, own in driven(subject, 1.0, batch).items() if not own.pooled
+        }
+        for n, batch in lengths(subject)
+    }
     maps = dict(_feature_maps(subject))
     unbounded = _mixing(subject, _grown(at_levels, _is_exponential))
     summed = _mixing(subject, _grown(at_lengths, _is_sum))
@@ -91,9 +102,10 @@ def check(subject: Subject) -> Iterator[Finding]:
         also = next((own for own in summed if own.scope == unbounded[0].scope), None)
         yield _measured_unbounded(unbounded, also, exponential)
     elif exponential:
-        yield _named_unbounded(subject, exponential)
+        yield _named_unbounded(exponential, in_fp16)
     # The same place of other blocks is the same code, and mended with it.
-    if summed and not (unbounded and _is_like(unbounded[0], summed[0])):
+    mended = unbounded and summed and _is_like(unbounded[0], summed[0])
+    if summed and not mended and _is_attention(subject, summed[0], at_levels):
         yield _unnormalised(summed)
 
 
@@ -105,12 +117,25 @@ def _is_sum(powers: list[float]) -> bool:
     return min(powers) > _SUMMED  # what forgets stops growing
 
 
+def _is_attention(
+    subject: Subject, own: _Grown, at_levels: Mapping[float, Mapping[Where, Measured]]
+) -> bool:
+    """Whether query and key are multiplied before it, or projections are called so."""
+    # Of bounded feature maps the product does not grow; then only names tell.
+    parts = (name for name, _ in named_modules(subject.model))
+    if any(query_or_key(part) for part in parts if part.rpartition(".")[0] == own.scope):
+        return True
+    places = {level: at_level.get(own.where) for level, at_level in at_levels.items()}
+    rms = {level: place.rms for level, place in places.items() if place is not None and place.rms}
+    return max(_Grown(own.where, own.source, rms).powers, default=0.0) > _PRODUCT
+
+
 def _grown(
     measured: Mapping[float, Mapping[Where, Measured]], is_grown: Callable[[list[float]], bool]
 ) -> list[_Grown]:
     """The places that grow, in the order of the forward; none where nothing could be measured."""
     found: list[_Grown] = []
-    for where, (first, source) in next(iter(measured.values()), {}).items():
+    for where, (first, source, _) in next(iter(measured.values()), {}).items():
         rms = {x: places[where].rms for x, places in measured.items() if where in places}
         # A place that some of the forwards do not have, or that is silent, says nothing.
         if source is None or len(rms) < len(measured) or not 0 < first < math.inf:
@@ -178,9 +203,8 @@ def _measured_unbounded(
     )
 
 
-def _named_unbounded(subject: Subject, maps: Mapping[str, FeatureMap]) -> Finding:
+def _named_unbounded(maps: Mapping[str, FeatureMap], in_fp16: bool) -> Finding:
     name, own = next(iter(maps.items()))
-    in_fp16 = any(p.dtype == torch.float16 for p in subject.model.parameters())
     return Finding(
         fault="unbounded-feature-map",
         severity="critical" if in_fp16 else "warning",  # fp16 ends at exp(11)

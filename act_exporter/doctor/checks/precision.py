@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from act_exporter.doctor.finding import Finding
-from act_exporter.doctor.formats import autocast, whole
+from act_exporter.doctor.formats import autocast, uses_fp16, whole
 from act_exporter.doctor.onset import Onset, first_nonfinite, is_finite
 from act_exporter.doctor.spacing import lost_updates
 from act_exporter.doctor.subject import Batch, Subject
@@ -52,7 +52,7 @@ def check(subject: Subject) -> Iterator[Finding]:
     if (onset := _broken(reference)) is not None:
         yield _nonfinite(onset)
         return
-    uses = own == torch.float16 or bool(subject.scaler is not None and subject.scaler.is_enabled())
+    uses = uses_fp16(subject)
     found = list(_fp16(subject, reference, own, uses))
     yield from found or _headroom(reference, uses)
     if own == torch.float16:

@@ -13,6 +13,7 @@ def finding(
     *,
     strength: float = 1.0,
     symptom: bool = False,
+    **evidence: float,
 ) -> Finding:
     return Finding(
         fault=fault,
@@ -23,6 +24,7 @@ def finding(
         why="So.",
         strength=strength,
         symptom=symptom,
+        evidence=evidence,
     )
 
 
@@ -67,6 +69,26 @@ class TestOrder:
             finding("learning-rate-too-high", "critical", None, strength=9),
             finding("large-moments", "critical", "head"),
         ) == [("critical", "large-moments"), ("critical", "learning-rate-too-high")]
+
+    def test_a_weight_that_is_too_small_makes_nothing_loud(self) -> None:
+        rate = finding("learning-rate-too-high", "critical", None)
+        for times, first in ((1 / 12, "learning-rate-too-high"), (12.0, "odd-weight")):
+            odd = finding("odd-weight", "info", times_its_like=times)
+            assert names(rate, odd)[0] == ("critical", first)
+        odd = finding("odd-weight", "info", times_its_like=1 / 12)
+        assert names(finding("vanishing-gradients", "warning"), odd)[0] == ("warning", "odd-weight")
+
+    def test_what_a_batch_of_one_colour_does_to_gradients_is_the_batchs(self) -> None:
+        for fault in ("dead-units", "vanishing-gradients", "exploding-gradients"):
+            assert names(
+                finding(fault, "critical", strength=99), finding("constant-batch", "warning", None)
+            ) == [("critical", "constant-batch"), ("critical", fault)]
+
+    def test_small_moments_are_those_of_clipping_too_early(self) -> None:
+        assert names(
+            finding("epsilon", "critical", None, strength=99),
+            finding("clip-before-unscale", "critical", None),
+        ) == [("critical", "clip-before-unscale"), ("critical", "epsilon")]
 
     def test_a_symptom_that_nothing_explains_stays_behind_its_equals(self) -> None:
         assert names(

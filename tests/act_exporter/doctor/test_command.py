@@ -48,6 +48,16 @@ def sick():
     return {"model": model, "batch": batch}
 
 
+def loud():
+    model, batch = build()
+    model.register_forward_pre_hook(lambda *_: print("forward"))
+    return model, batch
+
+
+def unusable():
+    return nn.Embedding(4, 2), torch.tensor([[1, 7]])
+
+
 def misfit():
     return Net(), torch.randn(3, 5)
 
@@ -151,9 +161,17 @@ class TestFiles:
         assert json.loads((folder / "found.json").read_text())["profile"][0]["layer"] == "up"
         assert (folder / "net.png").read_bytes().startswith(b"\x89PNG")
 
+    def test_of_a_batch_that_no_forward_takes_there_is_no_picture(self, folder: Path) -> None:
+        done = doctor("mine:unusable", "--picture", "none.png")
+        assert done.exit_code == 1
+        assert "token-out-of-range" in done.stdout
+        assert done.stderr.endswith("act-exporter: none.png not written: no forward to draw\n")
+        assert not (folder / "none.png").exists()
+
     def test_a_reproduction_needs_a_model_that_has_one(self, folder: Path) -> None:
-        done = doctor("mine:build", "--reproduction", "small.py")
+        done = doctor("mine:loud", "--reproduction", "small.py")
         assert done.exit_code == 2
+        assert "forward" not in done.stdout, "it is said before the model is examined"
         assert "needs a model of a class of transformers" in done.stderr
         assert not (folder / "small.py").exists()
 

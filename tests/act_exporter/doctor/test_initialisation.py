@@ -115,6 +115,30 @@ def test_a_weight_that_is_no_number_comes_before_all_else() -> None:
     assert found.evidence["nonfinite_elements"] == 1
 
 
+class Positions(nn.Module):
+    """A weight and a buffer that are of no layer, as a ViT's positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.zeros(8))
+        self.register_buffer("mean", torch.zeros(8))
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(x - self.mean + self.positions)
+        return out
+
+
+@pytest.mark.parametrize("name", ["positions", "mean"])
+def test_a_weight_of_the_models_own_that_is_no_number_is_found(name: str) -> None:
+    model = Positions()
+    with torch.no_grad():
+        getattr(model, name)[3] = torch.nan
+    found = only(findings(model, torch.ones(2, 8)), "nonfinite-weight")
+    assert (found.severity, found.layer) == ("critical", None)
+    assert f"weights of the model are NaN or infinite ({name})" in found.what
+
+
 def test_a_mask_of_infinities_among_the_buffers_is_healthy() -> None:
     model = Stack()
     model.register_buffer("mask", torch.full((4, 4), -torch.inf).triu(1))

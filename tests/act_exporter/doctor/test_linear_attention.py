@@ -17,6 +17,7 @@ from act_exporter.doctor.subject import Subject
 from tests.act_exporter.architectures import ARCHITECTURES
 from tests.act_exporter.doctor.attentions import (
     LinearAttention,
+    Phi,
     SoftmaxAttention,
     decoder,
     tokens,
@@ -64,6 +65,13 @@ class TestUnboundedFeatureMap:
         assert (found.fault, found.severity) == ("unbounded-feature-map", "warning")
         assert found.layer == "blocks.2.attn"
 
+    def test_with_float16_weights_that_is_critical(self) -> None:
+        attention = LinearAttention(torch.exp)
+        attention.feature_map = torch.exp
+        model = decoder(lambda: SoftmaxAttention(), at_2=attention).half()
+        (found,) = findings(model, tokens())
+        assert (found.fault, found.severity) == ("unbounded-feature-map", "critical")
+
     def test_exp_that_mixes_no_tokens_is_no_attention(self) -> None:
         class Exponential(nn.Module):
             def __init__(self) -> None:
@@ -105,6 +113,35 @@ class TestUnnormalisedAttention:
             lengths(Subject(model, tokens(15))) == []
         )  # and longer than its table it must not get
         assert findings(model, tokens(15)) == []
+
+
+class Sets(nn.Module):
+    """Of Zaheer et al. 2017: a sum over the set, alone or added to each element."""
+
+    def __init__(self, pooled: bool) -> None:
+        super().__init__()
+        self.phi = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 32))
+        self.rho = nn.Linear(32, 4)
+        self.pooled = pooled
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.phi(x)
+        total = h.sum(1, keepdim=True)
+        out: torch.Tensor = self.rho(total if self.pooled else h + total)
+        return out
+
+
+class TestSumsWithoutAttention:
+    @pytest.mark.parametrize("pooled", [True, False])
+    def test_are_healthy(self, pooled: bool) -> None:
+        torch.manual_seed(0)
+        assert findings(Sets(pooled), torch.randn(4, 32, 8)) == []
+
+    @pytest.mark.parametrize("feature", [torch.sigmoid, torch.relu])
+    def test_an_attention_is_one_by_its_names_or_by_how_it_grows(self, feature: Phi) -> None:
+        sick = LinearAttention(feature, normalised=False)
+        (found,) = findings(decoder(LinearAttention, at_2=sick), tokens())
+        assert (found.severity, found.layer) == ("critical", "blocks.2.attn")
 
 
 @pytest.mark.parametrize(
