@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.random import fork_rng
 
 from act_exporter.doctor.feature_map import FeatureMap, feature_map
 from act_exporter.doctor.finding import Finding
@@ -167,7 +166,7 @@ def _feature_maps(subject: Subject) -> Iterator[tuple[str, FeatureMap]]:
 
 def _evaluated(subject: Subject, phi: Callable[[torch.Tensor], Any]) -> FeatureMap | None:
     """None for what is called so and is none, or takes rows of one width alone."""
-    with contextlib.suppress(Exception), subject.kept(weights=False), fork_rng():
+    with contextlib.suppress(Exception), subject.kept(weights=False), subject.seeded():
         return feature_map(phi)
     return None
 
