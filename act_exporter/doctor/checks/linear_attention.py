@@ -52,6 +52,9 @@ _SUMMED = 0.4
 # and key it is 1, with one at least 2, by whatever feature map that grows.
 _PRODUCT = 1.5
 
+# What attentions, and their projections to query, key and value in one, are called.
+_CALLED = re.compile("attn|attention|qkv|query_key_value", re.IGNORECASE)
+
 # Places that are tried for mixing tokens before others are believed not to.
 _TRIED = 4
 
@@ -119,10 +122,12 @@ def _is_sum(powers: list[float]) -> bool:
 def _is_attention(
     subject: Subject, own: _Grown, at_levels: Mapping[float, Mapping[Where, Measured]]
 ) -> bool:
-    """Whether query and key are multiplied before it, or projections are called so."""
+    """Whether query and key are multiplied before it, or it or its projections are called so."""
     # Of bounded feature maps the product does not grow; then only names tell.
-    parts = (name for name, _ in named_modules(subject.model))
-    if any(query_or_key(part) for part in parts if part.rpartition(".")[0] == own.scope):
+    names = {name: type(module).__name__ for name, module in named_modules(subject.model)}
+    parts = [name for name in names if name.rpartition(".")[0] == own.scope]
+    called = [names.get(own.scope, ""), *(name.rpartition(".")[2] for name in (own.scope, *parts))]
+    if any(map(query_or_key, parts)) or any(map(_CALLED.search, called)):
         return True
     places = {level: at_level.get(own.where) for level, at_level in at_levels.items()}
     rms = {level: place.rms for level, place in places.items() if place is not None and place.rms}

@@ -22,6 +22,7 @@ from tests.act_exporter.doctor.attentions import (
     decoder,
     tokens,
 )
+from tests.act_exporter.doctor.corpus import own
 from tests.act_exporter.doctor.seed_blocks import StableBlock, UnstableBlock, stack
 
 
@@ -142,6 +143,13 @@ class TestSumsWithoutAttention:
         sick = LinearAttention(feature, normalised=False)
         (found,) = findings(decoder(LinearAttention, at_2=sick), tokens())
         assert (found.severity, found.layer) == ("critical", "blocks.2.attn")
+
+    def test_one_with_a_fused_projection_and_bounded_features_too(self) -> None:
+        def make(normalised: bool = True) -> nn.Module:
+            return own.LinearAttention(32, 2, torch.sigmoid, normalised, causal=False)
+
+        (found,) = findings(decoder(make, at_2=make(normalised=False)), tokens())
+        assert (found.fault, found.layer) == ("unnormalised-attention", "blocks.2.attn")
 
 
 @pytest.mark.parametrize(
