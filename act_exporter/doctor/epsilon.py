@@ -9,14 +9,13 @@ import torch
 from torch import nn
 
 from act_exporter.doctor.finding import CERTAIN, Finding
+from act_exporter.doctor.formats import FP16_MAX
 from act_exporter.doctor.subject import Subject
 from act_exporter.doctor.trace import Place
 
 # A gradient through a row of one value is multiplied by 1 / sqrt(epsilon): by 316 of 1e-5, 1,000 of
 # 1e-6. From 1e4 on it swamps the rest of the batch, and what is amplified is rounding.
 _AMPLIFIED = 1e4
-
-_FP16 = float(torch.finfo(torch.float16).max)
 
 
 @dataclass(slots=True)
@@ -139,7 +138,7 @@ def _amplification(one: _Met) -> float | None:
     if seen >= _AMPLIFIED:
         return seen
     possible: float = epsilon**-0.5
-    return possible if one.dtype == torch.float16 and possible > _FP16 else None
+    return possible if one.dtype == torch.float16 and possible > FP16_MAX else None
 
 
 def _breaks(name: str, one: _Met, others: int) -> Finding:

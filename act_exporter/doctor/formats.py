@@ -14,6 +14,8 @@ from act_exporter.doctor.subject import Subject
 from act_exporter.doctor.trace import Trace
 from act_exporter.layers import named_modules
 
+FP16_MAX = float(torch.finfo(torch.float16).max)
+
 
 def has_fp16_weights(model: nn.Module) -> bool:
     return any(parameter.dtype == torch.float16 for parameter in model.parameters())

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from act_exporter.doctor.formats import has_fp16_weights
+from act_exporter.doctor.lookups import leaves
 from act_exporter.doctor.subject import Batch, Subject
 from act_exporter.doctor.trace import Place, Seen
 from act_exporter.layers import Side, is_projection, named_modules
@@ -103,7 +104,7 @@ def lengths(subject: Subject) -> list[tuple[int, Batch]]:
     The quarter, the half and the whole; or, of a short one, itself some times over, where no table
     of positions or tokens can be overrun by that. None where it can be neither.
     """
-    length = max((_length(tensor) for tensor in _tensors(subject.batch)), default=0)
+    length = max((_length(tensor) for _, tensor in leaves(subject.batch)), default=0)
     if length >= _SHORTEST:
         parts = (length // 4, length // 2, length // 4 * 4)
         return [(n, _each(subject.batch, partial(_cut, length=length, to=n))) for n in parts]
@@ -176,14 +177,6 @@ def _second_half(subject: Subject, where: Where) -> torch.Tensor | None:
 
     subject.trace(look=look)
     return found[0] if found else None
-
-
-def _tensors(batch: Batch) -> Iterator[torch.Tensor]:
-    if isinstance(batch, torch.Tensor):
-        yield batch
-    elif isinstance(batch, Mapping | tuple | list):
-        for inside in batch.values() if isinstance(batch, Mapping) else batch:
-            yield from _tensors(inside)
 
 
 def _each(batch: Batch, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:

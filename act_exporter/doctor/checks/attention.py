@@ -12,10 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-import torch
-
 from act_exporter.doctor.finding import Finding, Severity
-from act_exporter.doctor.formats import uses_fp16
+from act_exporter.doctor.formats import FP16_MAX, uses_fp16
 from act_exporter.doctor.operations import Softmax, softmaxes
 from act_exporter.doctor.subject import Subject
 from act_exporter.doctor.trace import Seen
@@ -27,7 +25,6 @@ FAULTS = {
     "softmax-overflow": "Products of query and key are beyond what fp16 holds.",
 }
 
-_FP16_LARGEST = torch.finfo(torch.float16).max
 
 # Where the runs of Dehghani and Wortsman diverged.
 _DIVERGED = 10_000.0
@@ -82,7 +79,7 @@ def check(subject: Subject) -> Iterator[Finding]:
 def _overflow(own: Softmax, in_fp16: bool) -> float:
     """Times fp16's largest number; unscaled products count where they are made in fp16."""
     product = own.product if in_fp16 and own.product is not None else 0.0
-    return max(own.largest, product) / _FP16_LARGEST
+    return max(own.largest, product) / FP16_MAX
 
 
 def _one_hot(own: Softmax, share: float = _ALL) -> float:
@@ -100,7 +97,7 @@ def _finding(
 ) -> Finding:
     what = {
         "softmax-overflow": f"the largest product of query and key is"
-        f" {max(own.largest, own.product or 0):,.0f}, beyond fp16's {_FP16_LARGEST:,.0f}",
+        f" {max(own.largest, own.product or 0):,.0f}, beyond fp16's {FP16_MAX:,.0f}",
         "large-logits": f"attention logits reach {own.largest:,.0f}, and"
         f" {own.saturated:.0%} of the rows look at one key alone",
         "collapsed-entropy": f"attention rows have {own.entropy:.0%} of the entropy of uniform"

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from act_exporter.doctor.finding import Finding
-from act_exporter.doctor.formats import autocast, uses_fp16, whole
+from act_exporter.doctor.formats import FP16_MAX, autocast, uses_fp16, whole
 from act_exporter.doctor.onset import Onset, first_nonfinite, is_finite
 from act_exporter.doctor.spacing import lost_updates
 from act_exporter.doctor.subject import Batch, Subject
@@ -35,8 +35,6 @@ _HEADROOM = 0.5
 
 # Of more layers than this "keep these in float32" is no advice; bfloat16 is.
 _KEPT = 8
-
-_FP16 = float(torch.finfo(torch.float16).max)
 
 
 def check(subject: Subject) -> Iterator[Finding]:
@@ -74,7 +72,7 @@ def _fp16(subject: Subject, reference: Trace, own: torch.dtype, uses: bool) -> I
         return
     # Autocast may keep a residual stream in float32; a model that is all in float16 does not. What
     # is not that loud in float32 need not be tried, processors are slow at float16.
-    if max((seen.absmax for seen in reference.seen), default=0.0) > _HEADROOM * _FP16:
+    if max((seen.absmax for seen in reference.seen), default=0.0) > _HEADROOM * FP16_MAX:
         onset = _broken(whole(subject, torch.float16), reference)
         if onset is not None:
             form = "float16 (the whole model, not autocast)"
@@ -118,11 +116,11 @@ def _overflow(onset: Onset, fault: str, form: str, uses: bool) -> Finding:
         " train in bfloat16."
         if onset.parts
         else "Keep this layer in float32 (autocast off around it), or train in bfloat16.",
-        why=f"float16 ends at {_FP16:,.0f}; bfloat16 has float32's range. A lower learning rate"
+        why=f"float16 ends at {FP16_MAX:,.0f}; bfloat16 has float32's range. A lower learning rate"
         " does not make an activation fit.",
         evidence=_evidence(onset),
         # How far over, where it is known: the operands are finite.
-        strength=max(1.0, onset.largest / _FP16),
+        strength=max(1.0, onset.largest / FP16_MAX),
     )
 
 
@@ -143,22 +141,22 @@ def _evidence(onset: Onset) -> dict[str, float | int | str]:
 
 def _headroom(reference: Trace, uses: bool) -> Iterator[Finding]:
     # What is beyond it was tried in float16 and did no harm: a mask, a stream kept in float32.
-    near = [seen for seen in reference.seen if _HEADROOM * _FP16 < seen.absmax <= _FP16]
+    near = [seen for seen in reference.seen if _HEADROOM * FP16_MAX < seen.absmax <= FP16_MAX]
     if not near:
         return
     first = next((seen for seen in near if seen.place.side == "output"), near[0])
-    share = max(seen.absmax for seen in near) / _FP16
+    share = max(seen.absmax for seen in near) / FP16_MAX
     yield Finding(
         fault="low-headroom",
         severity="warning" if uses else "info",
         layer=first.layer,
         what=f"The {first.place.side} of {first.layer} reaches {first.absmax:,.0f},"
-        f" {first.absmax / _FP16:.2f} of what float16 holds.",
+        f" {first.absmax / FP16_MAX:.2f} of what float16 holds.",
         change="Keep this layer in float32, or train in bfloat16, before it overflows.",
         why="Another batch, or a dropout that scales what it keeps, is enough.",
         evidence={
             "absmax": first.absmax,
-            "share_of_float16": first.absmax / _FP16,
+            "share_of_float16": first.absmax / FP16_MAX,
             "largest_share": share,
             "other_layers": len({seen.layer for seen in near}) - 1,
         },
