@@ -18,14 +18,15 @@ from alerting.exceptions import CheckpointError
 from alerting.files import sync_folder
 from alerting.recovery import rng
 from alerting.recovery.detector import Detector, Unwatched, take_over
-from alerting.recovery.failures import FAILURES, cause
+from alerting.recovery.failures import cause
 from alerting.recovery.manifest import DataPosition
-from alerting.recovery.ranks import Ranks, ranks
+from alerting.recovery.ranks import Ranks
 from alerting.recovery.remedies import Remedies
 from alerting.recovery.run import GuardedRun
 from alerting.recovery.settings import GivenSettings, Settings, run_name
 from alerting.recovery.staging import staged
-from alerting.recovery.state import rank_file
+from alerting.recovery.state import rank_file, require_own
+from alerting.recovery.torch_ranks import ranks
 from alerting.recovery.treatment import Untreated
 
 
@@ -156,9 +157,10 @@ class FrameworkState:
 
     def _read(self, folder: Path) -> dict[str, Any]:
         path = folder / rank_file(self._ranks.rank)
+        require_own(path, self._framework.name)
         try:
             rank: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
-        except FAILURES as error:
+        except Exception as error:
             raise CheckpointError(
                 f"checkpoint {folder.name} cannot be loaded: {cause(error)}"
             ) from error
