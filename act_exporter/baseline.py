@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from act_exporter.statistics import Array
+from act_exporter.rows import Array
 from act_exporter.window import Mask
 
 # Two blocks in a row whose medians differ by more than this are a level that still moves. The

@@ -16,13 +16,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from act_exporter.changes import Update
 from act_exporter.diagnosis import VERDICTS, Verdict
 from act_exporter.history import RULES, SERIOUS, Layers, Thresholds
 from act_exporter.journal import Journal
-from act_exporter.layers import Tap
 from act_exporter.memory import device_memory
-from act_exporter.statistics import NONFINITE_KINDS, Array
+from act_exporter.rows import NONFINITE_KINDS, Array
+from act_exporter.sample import Update
+from act_exporter.taps import Tap
 from act_exporter.training import SIGNALS, Signal
 
 

@@ -18,7 +18,6 @@ from prometheus_client import CollectorRegistry
 from torch import nn
 
 from act_exporter.access import Access
-from act_exporter.changes import Update
 from act_exporter.chronicle import Chronicle
 from act_exporter.collector import LayerPage, Training, TrainingCollector, constants, render_page
 from act_exporter.diagnosis import Diagnosis, Facts
@@ -29,14 +28,14 @@ from act_exporter.history import History, Layers, Onset, Thresholds
 from act_exporter.journal import Journal
 from act_exporter.layers import Watch, find_taps
 from act_exporter.live import POLICY, LivePage, Source, Trail
-from act_exporter.norms import Norms
 from act_exporter.overhead import Overhead
-from act_exporter.probe import Probe, Sample
+from act_exporter.probe import Probe
 from act_exporter.ranks import Ranks
+from act_exporter.rows import Column
+from act_exporter.sample import Norms, Sample, Update
 from act_exporter.server import MetricsServer
 from act_exporter.silence import Silence
 from act_exporter.state import checked_windows
-from act_exporter.statistics import Column
 from act_exporter.steps import Steps
 from act_exporter.targets import TargetFile, remove_stale
 from act_exporter.training import TrainingHistory

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from act_exporter.exceptions import SettingError
 from act_exporter.hooks import Unwatched
-from act_exporter.layers import Tap
+from act_exporter.layers import ModuleTap
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class Faults:
         taps: whose layers can have one.
     """
 
-    def __init__(self, taps: Sequence[Tap]) -> None:
+    def __init__(self, taps: Sequence[ModuleTap]) -> None:
         self._modules = {tap.layer: tap.module for tap in taps}
         self._fault: _Fault | None = None
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from act_exporter.statistics import Array
+from act_exporter.rows import Array
 
 Mask = npt.NDArray[np.bool_]
 
