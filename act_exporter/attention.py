@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from act_exporter.baseline import Baseline
-from act_exporter.layers import Tap
-from act_exporter.statistics import Array, Column
+from act_exporter.rows import Array, Column
+from act_exporter.taps import Tap
 
 
 class AttentionLogits:

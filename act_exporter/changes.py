@@ -18,27 +18,8 @@ from torch.optim.optimizer import Optimizer
 
 from act_exporter.matrices import Matrices, local_elements, sample
 from act_exporter.norms import norms_of
-from act_exporter.statistics import Array
-
-
-@dataclass(frozen=True, slots=True)
-class Update:
-    """What one step did to the weights; a part is missing where nothing is known.
-
-    Attributes:
-        step: the step.
-        values: "update_ratio", RMS of the update over that of the weights; "update_rms", RMS of
-            the update over the learning rate, of parameters whose rate is known and above 0;
-            "update_unchanged_ratio", of the elements with a gradient other than 0 the share that
-            the step left bitwise as it was, 0 to 1, of parameters whose rate is not 0.
-        ratios: watched layer to the first of these, over its own matrices.
-        unchanged: watched layer to the last of these.
-    """
-
-    step: int
-    values: dict[str, float]
-    ratios: dict[str, float]
-    unchanged: dict[str, float]
+from act_exporter.rows import Array
+from act_exporter.sample import Update
 
 
 @dataclass(slots=True)

@@ -12,9 +12,9 @@ import numpy as np
 
 from act_exporter.history import Layers
 from act_exporter.journal import Journal
-from act_exporter.layers import Tap
-from act_exporter.probe import Sample
-from act_exporter.statistics import Array
+from act_exporter.rows import Array
+from act_exporter.sample import Sample
+from act_exporter.taps import Tap
 
 
 class Chronicle:

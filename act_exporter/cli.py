@@ -6,7 +6,7 @@ import contextlib
 import sqlite3
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -14,10 +14,11 @@ from torch import nn
 
 from act_exporter.collector import LayerPage
 from act_exporter.exceptions import ActExporterError, SettingError
-from act_exporter.layers import Tap, find_taps
+from act_exporter.layers import find_taps
 from act_exporter.levels import BASELINE_STEPS
 from act_exporter.loading import call, find_function
 from act_exporter.progress import progress
+from act_exporter.taps import Tap
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -264,7 +265,7 @@ def _watch(watch: list[str]) -> str | list[str]:
     return watch[0] if len(watch) == 1 else watch
 
 
-def _table(taps: list[Tap]) -> Table:
+def _table(taps: Sequence[Tap]) -> Table:
     from rich.table import Table
     from rich.text import Text
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from act_exporter.statistics import Array
+from act_exporter.rows import Array
 from act_exporter.window import Mask
 
 # Sampled steps that are looked at. 1 % a step makes a factor of 1.6 between the halves' medians,

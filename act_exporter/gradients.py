@@ -22,8 +22,9 @@ from torch.utils.hooks import RemovableHandle
 
 from act_exporter.exceptions import SettingError
 from act_exporter.graphs import capturing
-from act_exporter.layers import Tap
-from act_exporter.norms import Norms, Pending, Shards, elements, find_shards, norms_of
+from act_exporter.layers import ModuleTap
+from act_exporter.norms import Pending, Shards, elements, find_shards, norms_of
+from act_exporter.sample import Norms
 
 # Modules that join a model in training are looked for this often, in sampled steps: the walk over
 # all modules costs a third of what the norms of a small model cost.
@@ -95,7 +96,7 @@ class Gradients:
     def __init__(
         self,
         model: nn.Module,
-        taps: Sequence[Tap],
+        taps: Sequence[ModuleTap],
         *,
         which: Which,
         scaler: Scaler | None,

@@ -20,12 +20,12 @@ from act_exporter.attention import AttentionLogits
 from act_exporter.baseline import Baseline
 from act_exporter.drift import Drift
 from act_exporter.exceptions import SettingError
-from act_exporter.layers import Tap
 from act_exporter.peaks import HeldMaximum
-from act_exporter.probe import Sample
 from act_exporter.profile import Profile
+from act_exporter.rows import NONFINITE_KINDS, Array, Column, Statistics
+from act_exporter.sample import Sample
 from act_exporter.state import STATE_VERSION, checked_state
-from act_exporter.statistics import NONFINITE_KINDS, Array, Column, Statistics
+from act_exporter.taps import Tap
 from act_exporter.window import Window
 
 Rule = Literal["hard", "sigma", "nonfinite", "dead", "saturated"]

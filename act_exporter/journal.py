@@ -19,10 +19,10 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from act_exporter.layers import Tap
 from act_exporter.records import Sampled, Writing
 from act_exporter.rotation import Files, Limits
-from act_exporter.statistics import Array, Statistics
+from act_exporter.rows import Array, Statistics
+from act_exporter.taps import Tap
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from act_exporter.statistics import Column, below, in_memory_order
+from act_exporter.rows import Column
+from act_exporter.statistics import below, in_memory_order
 
 # Elements a program reads at once: 8 a thread of the usual 128, which is one 16-byte load of
 # 2-byte elements, and leaves registers for the accumulators of 8 lanes.

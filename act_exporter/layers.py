@@ -21,13 +21,9 @@ import torch
 from torch import nn
 
 from act_exporter.exceptions import NothingToWatchError, SettingError
+from act_exporter.taps import LOGITS_LIMIT, Heads, Side, Tap
 
-Side = Literal["input", "output"]
 Watch = str | Sequence[str] | Callable[[str, nn.Module], bool]
-
-LOGITS_LIMIT = 16_000_000
-"""Largest output of the head, in elements, that is read: a vocabulary of 50,257 costs as much as
-120 taps of the model's width."""
 
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _ATTENTION = re.compile(r"attn|attention|mixer", re.IGNORECASE)  # or what stands in its place
@@ -45,49 +41,18 @@ _HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads"
 _SCALES = ("scaling", "scale", "softmax_scale")
 
 
-@dataclass(frozen=True, slots=True)
-class Heads:
-    """What a query or key tap is to its attention.
-
-    Attributes:
-        attention: name of the module whose logits are products of query and key.
-        dim: elements in one head's row.
-        scale: factor on the products: the attention's own, else 1 / sqrt(dim).
-    """
-
-    attention: str
-    dim: int
-    scale: float
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Tap:
-    """One watched tensor.
+class ModuleTap(Tap):
+    """A tap on a module of torch.
 
     Attributes:
-        layer: the module's own name in the model, without wrappers' parts.
-        tensor: whether it is the module's input or its output.
         module: the module.
-        kind: the same in all blocks for the same place in the block; compares a layer with its
-            like.
-        limit: tensors of more elements are not read; None for no limit.
-        heads: of a query or key, else None.
     """
 
-    layer: str
-    tensor: Side
     module: nn.Module
-    kind: str
-    limit: int | None = None
-    heads: Heads | None = None
-
-    @property
-    def is_logits(self) -> bool:
-        """Whether it is the head's output, the only one that has a limit."""
-        return self.limit is not None
 
 
-def find_taps(model: nn.Module, watch: Watch = "sublayers") -> list[Tap]:
+def find_taps(model: nn.Module, watch: Watch = "sublayers") -> list[ModuleTap]:
     """The taps of `model`, in registration order.
 
     Args:
@@ -182,9 +147,11 @@ def _tap(
     modules: dict[str, nn.Module],
     block: str | None = None,
     limit: int | None = None,
-) -> Tap:
+) -> ModuleTap:
     place = name.removeprefix(block) if block is not None else name
-    return Tap(layer=name, tensor=side, module=modules[name], kind=f"{place} {side}", limit=limit)
+    return ModuleTap(
+        layer=name, tensor=side, module=modules[name], kind=f"{place} {side}", limit=limit
+    )
 
 
 def _is_leaf(module: nn.Module) -> bool:
@@ -269,14 +236,14 @@ def _projections(module: nn.Module) -> int:
     return sum(map(is_projection, module.modules()))
 
 
-def _output(block: str, modules: dict[str, nn.Module]) -> list[Tap]:
+def _output(block: str, modules: dict[str, nn.Module]) -> list[ModuleTap]:
     """A block's output; of one that is a mere list of parts, its last part's."""
     parts = [name for name in modules if name.rpartition(".")[0] == block]
     called = [name for name in [*parts, block] if _is_called(modules[name])]
     return [_tap(name, "output", modules, block) for name in called[-1:]]
 
 
-def _sublayers(modules: dict[str, nn.Module]) -> Iterator[Tap]:
+def _sublayers(modules: dict[str, nn.Module]) -> Iterator[ModuleTap]:
     blocks = _blocks(modules)
     if not blocks:
         # A plain MLP or CNN: every layer that has a weight.
@@ -306,7 +273,7 @@ def _sublayers(modules: dict[str, nn.Module]) -> Iterator[Tap]:
         yield _tap(name, "output", modules, limit=LOGITS_LIMIT)
 
 
-def _inside(block: str, modules: dict[str, nn.Module]) -> Iterator[Tap]:
+def _inside(block: str, modules: dict[str, nn.Module]) -> Iterator[ModuleTap]:
     inside = [name for name in modules if name.startswith(f"{block}.")]
     projections = [name for name in inside if is_projection(modules[name])]
     attentions = _attentions(block, inside, modules)
@@ -326,7 +293,7 @@ def _inside(block: str, modules: dict[str, nn.Module]) -> Iterator[Tap]:
     yield from _both(list(itertools.islice(mixtures, 1)) or rest[-1:], modules, block)
 
 
-def _both(names: list[str], modules: dict[str, nn.Module], block: str) -> list[Tap]:
+def _both(names: list[str], modules: dict[str, nn.Module], block: str) -> list[ModuleTap]:
     sides: tuple[Side, Side] = ("input", "output")
     return [_tap(name, side, modules, block) for name in names for side in sides]
 
@@ -342,7 +309,7 @@ def _attentions(block: str, inside: list[str], modules: dict[str, nn.Module]) ->
     return [name for name in found if not name.startswith(outer)]
 
 
-def _query_and_key(attention: str, block: str, modules: dict[str, nn.Module]) -> list[Tap]:
+def _query_and_key(attention: str, block: str, modules: dict[str, nn.Module]) -> list[ModuleTap]:
     """Outputs that the attention's logits are products of: after their norms, if they have any."""
     found: dict[bool, str] = {}
     for name, module in modules.items():

@@ -14,43 +14,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from act_exporter.sample import Norms
 from act_exporter.transfer import to_host
-
-
-@dataclass(frozen=True, slots=True)
-class Norms:
-    """The gradients of one step, as autograd left them.
-
-    Attributes:
-        step: the step.
-        total: Euclidean norm over all parameters of the model that have a gradient.
-        layers: the same of each watched layer, over the parameters in it.
-        scale: the loss scale that is still in them; None where no scaler is known.
-    """
-
-    step: int
-    total: float
-    layers: dict[str, float]
-    scale: float | None = None
-
-    def over(self, scale: float | None) -> Norms | None:
-        """The norms without their scale, else `scale`; None of a step that the scaler skips.
-
-        A scaler skips a step with an infinite gradient and tries a smaller scale: that is how it
-        works, no anomaly. (A fused optimizer's step is called all the same.)
-        """
-        scale = self.scale if self.scale is not None else scale
-        if scale is None or scale == 1:
-            return self
-        if not (math.isfinite(self.total) and math.isfinite(scale) and scale > 0):
-            return None
-        layers = {layer: norm / scale for layer, norm in self.layers.items()}
-        return Norms(self.step, self.total / scale, layers, scale)
-
-    def values(self, *, told: bool) -> dict[str, float]:
-        """What the page shows of them by name, without the total where the trainer has told it."""
-        scale = {} if self.scale is None else {"loss_scale": self.scale}
-        return scale if told else {**scale, "grad_norm": self.total}
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from act_exporter.statistics import Array
+from act_exporter.rows import Array
 
 
 class HeldMaximum:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -23,8 +22,9 @@ from act_exporter.hooks import (
     add_observer,
     remove_observer,
 )
-from act_exporter.layers import Tap
-from act_exporter.statistics import NONFINITE_KINDS, Array, Column
+from act_exporter.layers import ModuleTap
+from act_exporter.rows import COLUMNS, Array, empty, merge
+from act_exporter.sample import Sample
 from act_exporter.transfer import to_host
 
 # A step that gathers this many times as many forwards as any step before it, and at least so many,
@@ -36,48 +36,9 @@ _STUCK_FORWARDS = 8
 # dozen, large runs accumulate over a hundred.
 _STUCK_AT_FIRST = 256
 
-_NONFINITE = list(NONFINITE_KINDS.values())
-
 _PENDING_LIMIT = 4
 """Copies to the host under way on an accelerator; more mean that the host never catches up, and
 the next sample is dropped and counted rather than waited for."""
-
-
-@dataclass(slots=True)
-class Sample:
-    """What one sampled step left behind.
-
-    Attributes:
-        step: the step.
-        time: when it ended, Unix seconds.
-        rows: (taps, COLUMNS), on the host.
-        values: what `Probe.record` was given since the last sample, by name.
-        depth: (taps,) position in the order in which the taps first ran; NaN for those that didn't.
-        largest: (taps,) largest finite number of the tensor's dtype; likewise.
-        holder: (taps,) the rank that has the absmax, or elements that are not finite; NaN for
-            tensors without elements. None unless ranks were joined.
-        lost: whether it did not reach the host, or its step was undone; nothing is in it then.
-    """
-
-    step: int
-    time: float
-    rows: Array
-    values: dict[str, float]
-    depth: Array
-    largest: Array
-    holder: Array | None = None
-    lost: bool = False
-
-    @property
-    def called(self) -> npt.NDArray[np.bool_]:
-        """(taps,) which of them ran."""
-        called: npt.NDArray[np.bool_] = self.rows[:, Column.CALLS] > 0
-        return called
-
-    @property
-    def nonfinite(self) -> Array:
-        """(kinds, taps) elements that were not finite, in the order of `NONFINITE_KINDS`."""
-        return self.rows[:, _NONFINITE].T
 
 
 @dataclass(slots=True)
@@ -97,17 +58,17 @@ class _Copy:
         return all(event.query() for event in self.events)
 
     def sample(self, taps: int) -> Sample:
-        size = taps * statistics.COLUMNS
+        size = taps * COLUMNS
         matrices: list[Array] = []
         if self.lost:
             self.packed = []
-            matrices = [statistics.empty_rows(taps, torch.device("cpu")).numpy()]
+            matrices = [empty(taps)]
         values: dict[str, float] = {}
         for tensor, names in self.packed:
             numbers = tensor.double().numpy()
-            matrices.append(numbers[:size].reshape(taps, statistics.COLUMNS))
+            matrices.append(numbers[:size].reshape(taps, COLUMNS))
             values.update(zip(names, numbers[size:].tolist(), strict=True))
-        rows = statistics.merge(matrices)
+        rows = merge(matrices)
         return Sample(self.step, self.time, rows, values, self.depth, self.largest, lost=self.lost)
 
 
@@ -128,7 +89,7 @@ class Probe:
     def __init__(
         self,
         model: nn.Module,
-        taps: Sequence[Tap],
+        taps: Sequence[ModuleTap],
         *,
         exceed_threshold: float,
         on_stuck: Callable[[], None],
@@ -175,7 +136,9 @@ class Probe:
             self.close()
             raise
 
-    def _hook(self, tap: Tap, row: torch.Tensor, key: torch.Tensor, training: torch.Tensor) -> None:
+    def _hook(
+        self, tap: ModuleTap, row: torch.Tensor, key: torch.Tensor, training: torch.Tensor
+    ) -> None:
         if tap.tensor == "output":
             handle = tap.module.register_forward_hook(OutputHook(row, key, training))
         else:

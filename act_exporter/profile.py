@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from act_exporter.layers import Tap
-from act_exporter.statistics import Array
+from act_exporter.rows import Array
+from act_exporter.taps import Tap
 
 # Times the baseline from which a place counts as high in a plateau: a tenth of the hard rule, and
 # five times what a settled tap wanders.

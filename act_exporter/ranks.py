@@ -28,9 +28,9 @@ import torch
 import torch.distributed as dist
 
 from act_exporter.exceptions import SettingError
-from act_exporter.layers import Tap
-from act_exporter.probe import Sample
-from act_exporter.statistics import SUMS, Array, Column
+from act_exporter.rows import SUMS, Array, Column
+from act_exporter.sample import Sample
+from act_exporter.taps import Tap
 
 # Samples that may wait for the other ranks. Ranks train in step, give or take a step or two; one
 # that is so many behind is not there any more, and a sample takes a few kilobytes.

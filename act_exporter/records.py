@@ -47,8 +47,8 @@ import numpy as np
 import numpy.typing as npt
 
 from act_exporter.exceptions import SettingError
-from act_exporter.layers import Tap
-from act_exporter.statistics import NONFINITE_KINDS, Array, Statistics
+from act_exporter.rows import NONFINITE_KINDS, Array, Statistics
+from act_exporter.taps import Tap
 
 STATISTICS = tuple(field.name for field in dataclasses.fields(Statistics))
 

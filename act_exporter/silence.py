@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from act_exporter.layers import Tap
-from act_exporter.statistics import Array
+from act_exporter.rows import Array
+from act_exporter.taps import Tap
 
 # Nothing ran at all. One step may be a phase without the model; five are not.
 _ALL_STEPS = 5

@@ -25,17 +25,10 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from act_exporter.changes import (
-    Compared,
-    Copied,
-    Update,
-    add_up,
-    compare,
-    copy_elements,
-    places_of,
-)
-from act_exporter.layers import Tap
+from act_exporter.changes import Compared, Copied, add_up, compare, copy_elements, places_of
+from act_exporter.layers import ModuleTap
 from act_exporter.matrices import Matrices
+from act_exporter.sample import Update
 from act_exporter.transfer import to_host
 
 # Each so-many-th sampled step is looked at: a look costs more than the statistics of a small step.
@@ -103,7 +96,7 @@ class Updates:
     def __init__(
         self,
         model: nn.Module,
-        taps: Sequence[Tap],
+        taps: Sequence[ModuleTap],
         *,
         enabled: bool,
         on_error: Callable[[str, Exception], None],

@@ -22,7 +22,8 @@ from act_exporter.doctor.formats import has_fp16_weights
 from act_exporter.doctor.lookups import leaves
 from act_exporter.doctor.subject import Batch, Subject
 from act_exporter.doctor.trace import Place, Seen
-from act_exporter.layers import Side, is_projection, named_modules
+from act_exporter.layers import is_projection, named_modules
+from act_exporter.taps import Side
 
 # Times the loudness of a place by which its second half moves when the first half is turned round.
 # Mixing moves it by about as much as it is loud; where nothing is mixed only rounding moves it.

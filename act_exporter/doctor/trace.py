@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from act_exporter.layers import Side, named_modules
+from act_exporter.layers import named_modules
+from act_exporter.taps import Side
 
 _log = logging.getLogger(__name__)
 

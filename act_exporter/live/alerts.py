@@ -16,8 +16,8 @@ import numpy.typing as npt
 import yaml
 
 from act_exporter.history import Thresholds
+from act_exporter.rows import Array
 from act_exporter.rules import RuleThresholds, render_rules
-from act_exporter.statistics import Array
 
 Severity = Literal["critical", "warning", "info"]
 SEVERITIES: tuple[Severity, ...] = get_args(Severity)

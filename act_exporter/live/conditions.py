@@ -16,7 +16,7 @@ from act_exporter.collector import Training
 from act_exporter.history import RULES, SERIOUS, Layers, Rule
 from act_exporter.live.alerts import SEVERITIES, Alert, Shipped
 from act_exporter.live.guard import Guard
-from act_exporter.statistics import Array
+from act_exporter.rows import Array
 from act_exporter.training import Signal
 
 _ACTIONS = ("recover", "checkpoint", "")

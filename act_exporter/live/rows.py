@@ -9,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from act_exporter.history import Layers, Rule
-from act_exporter.layers import Tap
 from act_exporter.live.conditions import Measures
 from act_exporter.live.query import Query
 from act_exporter.live.trail import Steps
-from act_exporter.statistics import Array
+from act_exporter.rows import Array
+from act_exporter.taps import Tap
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

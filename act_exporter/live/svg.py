@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from act_exporter.live.view import Profile
-from act_exporter.statistics import Array
+from act_exporter.rows import Array
 
 _WIDTH, _HEIGHT = 120, 26
 _POINTS = 60

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from act_exporter.history import Layers
-from act_exporter.probe import Sample
-from act_exporter.statistics import Array
+from act_exporter.rows import Array
+from act_exporter.sample import Sample
 
 STEPS = 500
 """Sampled steps that are kept, as many as the rules' window has. 4 bytes a step and tensor: 2 kB

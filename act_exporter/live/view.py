@@ -16,7 +16,6 @@ from prometheus_client import CollectorRegistry
 
 from act_exporter.collector import Training
 from act_exporter.history import Onset, Thresholds
-from act_exporter.layers import Tap
 from act_exporter.live.alerts import Shipped
 from act_exporter.live.conditions import Holding, Measures, holding
 from act_exporter.live.guard import Guard
@@ -24,7 +23,8 @@ from act_exporter.live.incident import Incident
 from act_exporter.live.query import Query
 from act_exporter.live.rows import Row, ordered, rows_of
 from act_exporter.live.trail import Event, Steps, Trail
-from act_exporter.statistics import Array
+from act_exporter.rows import Array
+from act_exporter.taps import Tap
 
 ROWS = 40
 """Rows of the table on a page: some 1 kB each with a sparkline, so that all is below 100 kB."""

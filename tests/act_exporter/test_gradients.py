@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from act_exporter.gradients import Gradients, Which
 from act_exporter.layers import find_taps
-from act_exporter.norms import Norms
+from act_exporter.sample import Norms
 from tests.act_exporter.models import Checkpointed, gpt
 
 Loss = Callable[[nn.Module], torch.Tensor]

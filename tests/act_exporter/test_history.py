@@ -11,9 +11,9 @@ from torch import nn
 
 from act_exporter import SettingError, StateError, Thresholds
 from act_exporter.history import RULES, History, Layers, Onset
-from act_exporter.layers import Tap
-from act_exporter.probe import Sample
-from act_exporter.statistics import COLUMNS, Column
+from act_exporter.rows import COLUMNS, Column
+from act_exporter.sample import Sample
+from act_exporter.taps import Tap
 
 THRESHOLDS = Thresholds(window=40, window_minimum=10, baseline_steps=10, peak_seconds=120)
 

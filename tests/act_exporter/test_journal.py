@@ -26,10 +26,10 @@ from torch import nn
 from act_exporter import rotation
 from act_exporter.exceptions import SettingError
 from act_exporter.journal import Journal
-from act_exporter.layers import Tap
 from act_exporter.records import STATISTICS, Reader, Record, Sampled, Writing
 from act_exporter.rotation import Limits
-from act_exporter.statistics import COLUMNS, Column, Statistics
+from act_exporter.rows import COLUMNS, Column, Statistics
+from act_exporter.taps import Tap
 from deploy.demo.servers import REPOSITORY, wait_for
 
 MANY = [

@@ -14,7 +14,7 @@ import sys
 import pytest
 import torch
 
-from act_exporter.statistics import Column
+from act_exporter.rows import Column
 from tests.act_exporter.test_statistics import AddContract, assert_right, row_of
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -13,7 +13,8 @@ from torch import nn
 
 from act_exporter import NothingToWatchError, SettingError
 from act_exporter.collector import LayerPage
-from act_exporter.layers import LOGITS_LIMIT, find_taps
+from act_exporter.layers import find_taps
+from act_exporter.taps import LOGITS_LIMIT
 from tests.act_exporter.models import HybridBlock, gpt
 
 

@@ -16,8 +16,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from act_exporter import hooks
 from act_exporter.layers import Watch, find_taps
-from act_exporter.probe import Probe, Sample
-from act_exporter.statistics import Column, Statistics
+from act_exporter.probe import Probe
+from act_exporter.rows import Column, Statistics
+from act_exporter.sample import Sample
 from tests.act_exporter.models import Checkpointed, HybridBlock, gpt
 
 

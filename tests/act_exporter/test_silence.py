@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from torch import nn
 
-from act_exporter.layers import Tap
 from act_exporter.silence import Silence
+from act_exporter.taps import Tap
 
 
 def silence(*layers: str) -> Silence:

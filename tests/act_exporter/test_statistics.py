@@ -15,16 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from act_exporter import statistics
+from act_exporter.rows import Column, Statistics, merge
 from act_exporter.statistics import (
-    Column,
-    Statistics,
     add,
     add_on_cpu,
     add_on_device,
     below,
     empty_rows,
     has_statistics,
-    merge,
 )
 
 Add = Callable[[torch.Tensor, torch.Tensor, float], None]

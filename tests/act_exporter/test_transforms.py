@@ -19,7 +19,7 @@ from torch.utils.checkpoint import (
 )
 
 from act_exporter import start_exporter
-from act_exporter.statistics import Statistics
+from act_exporter.rows import Statistics
 from deploy.demo.train import GPT
 from tests.act_exporter.models import gpt
 from tests.act_exporter.test_probe import Watched, tokens

@@ -24,14 +24,14 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 
 from act_exporter.capacity.decoder import Decoder
-from act_exporter.changes import Update
 from act_exporter.collector import LayerPage, Training, TrainingCollector, constants, render_page
 from act_exporter.diagnosis import Verdict
 from act_exporter.exporter import _STAGES
 from act_exporter.history import RULES, Layers, Onset, Thresholds
 from act_exporter.layers import find_taps
+from act_exporter.rows import NONFINITE_KINDS, Array, Statistics
+from act_exporter.sample import Update
 from act_exporter.server import MetricsServer
-from act_exporter.statistics import NONFINITE_KINDS, Array, Statistics
 from act_exporter.training import SIGNALS, Signal
 
 BLOCKS = 8

@@ -32,10 +32,10 @@ import numpy as np
 from rich.progress import track
 from torch import nn
 
-from act_exporter.layers import Tap
 from act_exporter.records import Sampled, Writing
 from act_exporter.rotation import _LEVEL, Limits
-from act_exporter.statistics import COLUMNS, Column, Statistics
+from act_exporter.rows import COLUMNS, Column, Statistics
+from act_exporter.taps import Tap
 from tests.benchmarks.report import parser_of, setting, write
 
 RECORDS = 10_000_000

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from act_exporter import statistics
-from act_exporter.statistics import Column, add, add_on_device, empty_rows
+from act_exporter.rows import Column
+from act_exporter.statistics import add, add_on_device, empty_rows
 from tests.act_exporter.test_statistics import DTYPES, Add, AddContract, assert_right
 
 pytestmark = [

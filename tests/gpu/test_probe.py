@@ -10,7 +10,7 @@ from torch import nn
 
 from act_exporter import start_exporter
 from act_exporter.memory import device_memory
-from act_exporter.statistics import Column, Statistics
+from act_exporter.rows import Column, Statistics
 from deploy.demo.train import GPT
 from tests.act_exporter.test_probe import Watched
 

@@ -15,9 +15,9 @@ import yaml
 from torch import nn
 
 from act_exporter.journal import Journal
-from act_exporter.layers import Tap
 from act_exporter.records import STATISTICS, Reader
-from act_exporter.statistics import COLUMNS, Column, Statistics
+from act_exporter.rows import COLUMNS, Column, Statistics
+from act_exporter.taps import Tap
 from deploy.demo.servers import REPOSITORY, Server, binary, free_port, running
 
 DAY = 86_400
