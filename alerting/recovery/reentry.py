@@ -6,7 +6,6 @@ a rollback its loop is left and entered again, in the same process, with the che
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any, Protocol, Unpack
 import torch
 
 from alerting.exceptions import CheckpointError
-from alerting.files import sync_folder
+from alerting.files import sync_file, sync_folder
 from alerting.recovery import rng
 from alerting.recovery.detector import Detector, Unwatched, take_over
 from alerting.recovery.failures import cause
@@ -88,7 +87,7 @@ class Written:
         # Which rank wrote which of the framework's files only the framework knows.
         files = [own, *_framework_files(folder)] if ranks.rank == 0 else [own]
         for file in files:
-            _sync(file)
+            sync_file(file)
         for parent in {file.parent for file in files} - {folder}:
             sync_folder(parent)
         return files
@@ -222,11 +221,3 @@ def _framework_files(folder: Path) -> Iterator[Path]:
         # At the top lie the ranks' own, which they may be writing.
         if path.is_file() and path.parent != folder:
             yield path
-
-
-def _sync(file: Path) -> None:
-    descriptor = os.open(file, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
