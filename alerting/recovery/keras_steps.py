@@ -24,10 +24,9 @@ class KerasSteps:
 
     def __init__(self, optimizer: Any, remedies: Sequence[Remedy]) -> None:
         kinds = {type(remedy) for remedy in remedies}
-        self._rate_factor = (
-            tf.Variable(1.0, trainable=False) if LowerLearningRate in kinds else None
-        )
-        self._max_norm = tf.Variable(math.inf, trainable=False) if ClipGradients in kinds else None
+        lowers, clips = LowerLearningRate in kinds, ClipGradients in kinds
+        self._rate_factor = tf.Variable(1.0, trainable=False) if lowers else None
+        self._max_norm = tf.Variable(math.inf, trainable=False) if clips else None
         self._update: Callable[..., Any] = optimizer._backend_update_step
         if self.in_use:
             optimizer._backend_update_step = self._changed
