@@ -356,6 +356,8 @@ class TestCheckpoints:
         for variable in run.model.variables:
             assert numpy.array_equal(reader.get_tensor(f"model/{variable.path}"), variable)
 
+    # Keras' own, when it writes or reads a file with this NumPy.
+    @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
     def test_whole_models_can_be_saved_meanwhile(self, tmp_path):
         run = Guarded(tmp_path / "run", remedies={1: [LowerLearningRate(0.5, 2)]})
         kept = tmp_path / "model.keras"
