@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader
 from act_exporter import Exporter, Thresholds, start_exporter
 from alerting.control import Action, ControlDirectory, Request, new_request_id
 from alerting.recovery import TrainingGuard
-from deploy.demo.train import GPT, Windows, read_text
+from deploy.demo.text import read_text
+from deploy.demo.train import GPT, Windows
 from tests.act_exporter.models import train
 
 CONTEXT = 16

@@ -245,7 +245,7 @@ class TestTraining:
         ) as exporter:
             exporter.serve("127.0.0.1", 0)
             for _ in range(1400):
-                now += 1.5 if exporter._probe.sampling else 1.0
+                now += 1.5 if exporter._instrumentation.sampling else 1.0
                 train(model, 1)
             assert value(exporter, "act_sample_interval_steps") == 2
             assert value(exporter, "act_overhead_ratio") == pytest.approx(0.25)

@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from torch import nn
 
 from act_exporter import rotation
 from act_exporter.exceptions import SettingError
@@ -32,10 +31,7 @@ from act_exporter.rows import COLUMNS, Column, Statistics
 from act_exporter.taps import Tap
 from deploy.demo.servers import REPOSITORY, wait_for
 
-MANY = [
-    Tap(layer=f"h.{index}", tensor="output", module=nn.Identity(), kind="h")
-    for index in range(1000)
-]
+MANY = [Tap(layer=f"h.{index}", tensor="output", kind="h") for index in range(1000)]
 TAPS = MANY[:3]
 DAY = 86_400
 START = 1_700_000_000.0
@@ -154,7 +150,7 @@ class TestLines:
 
     def test_names_of_any_kind_survive(self, folder: Path, open_journal: Open) -> None:
         name = 'ä"\n\u2028\\'
-        tap = Tap(layer=name, tensor="input", module=nn.Identity(), kind="")
+        tap = Tap(layer=name, tensor="input", kind="")
         journal = open_journal(run=name, taps=[tap])
         journal.write(1, START, 0, **sample(1.0, taps=1))
         journal.close()
@@ -547,11 +543,10 @@ def start_script(body: str, folder: Path, taps: int = 3) -> subprocess.Popen[byt
     script = (
         "import os, sys, time\n"
         "from pathlib import Path\n"
-        "from torch import nn\n"
         "from act_exporter.journal import Journal\n"
-        "from act_exporter.layers import Tap\n"
+        "from act_exporter.taps import Tap\n"
         "from tests.act_exporter.test_journal import sample\n"
-        f"taps = [Tap(layer=f'h.{{i}}', tensor='output', module=nn.Identity(), kind='')"
+        f"taps = [Tap(layer=f'h.{{i}}', tensor='output', kind='')"
         f" for i in range({taps})]\n"
         f"def write(journal, step): journal.write(step, 1e9, 0, **sample(float(step), {taps}))\n"
         "journal = Journal(Path(sys.argv[1]), run='gpt', rank=0, taps=taps,"

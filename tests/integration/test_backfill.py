@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import requests
 import yaml
-from torch import nn
 
 from act_exporter.journal import Journal
 from act_exporter.records import STATISTICS, Reader
@@ -32,9 +31,7 @@ Series = dict[tuple[tuple[str, str], ...], dict[float, float]]
 
 def write_journal(folder: Path, rank: int, now: float) -> None:
     """A run of three days ago with a rollback, which went bad in the last half hour."""
-    taps = [
-        Tap(layer=layer, tensor="output", module=nn.Identity(), kind="attn") for layer in LAYERS
-    ]
+    taps = [Tap(layer=layer, tensor="output", kind="attn") for layer in LAYERS]
     errors: list[Exception] = []
     journal = Journal(
         folder, run=RUN, rank=rank, taps=taps, on_error=lambda _, error: errors.append(error)
