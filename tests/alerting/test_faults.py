@@ -57,6 +57,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from alerting.control import ControlDirectory, Request
+from alerting.files import write_atomically
 from deploy.demo.servers import Server, binary, free_port, running, wait_for
 from deploy.demo.stack import render_alertmanager
 from tests.alerting.bots import Bot, FeishuBot
@@ -487,7 +488,8 @@ class TestClock:
             tell(receiver)
             receiver.decisions(receiver.deliver(alert()))
             asked = wait_for_request(control)
-            offset.write_text("-86400")
+            # Whole at any moment, since the receiver reads it all the time.
+            write_atomically(offset, "-86400", durable=False)
             (repeat,) = receiver.decisions(receiver.deliver(alert()))
             assert (repeat["outcome"], repeat["request_id"]) == ("open", asked.id)
             # A backup of tomorrow keeps nobody from one today.
