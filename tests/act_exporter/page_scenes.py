@@ -17,6 +17,7 @@ from alerting.control import Action, ControlDirectory, Request, new_request_id
 from alerting.recovery import TrainingGuard
 from deploy.demo.train import GPT, Windows, read_text
 from tests.act_exporter.models import train
+from tests.alerting.recovery.trainer import wait_for_save
 
 CONTEXT = 16
 FAULT_LAYER = "blocks.5.mlp.down"
@@ -76,6 +77,7 @@ class Guarded:
                 optimizer.step()
                 rates.step()
                 optimizer.zero_grad(set_to_none=True)
+                wait_for_save(guard._run)
                 yield step
 
     def go(self, steps: int) -> None:

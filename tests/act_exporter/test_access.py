@@ -8,7 +8,6 @@ import re
 import socket
 import ssl
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -22,6 +21,7 @@ from torch import nn
 from act_exporter import server, start_exporter
 from act_exporter.exceptions import SettingError
 from act_exporter.exporter import Exporter
+from deploy.demo.servers import wait_for
 
 TOKEN = "correct horse"
 
@@ -60,13 +60,6 @@ def token_config(folder: Path) -> Path:
 def get(it: Exporter, **options) -> requests.Response:
     scheme = "https" if "verify" in options else "http"
     return requests.get(f"{scheme}://localhost:{it.port}/metrics", timeout=5, **options)
-
-
-def wait_until(true, seconds: float = 20) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 class TestTLS:
@@ -214,7 +207,7 @@ class TestClientsThatBehaveBadly:
                 except OSError:
                     return True
 
-            wait_until(hung_up)
+            wait_for(hung_up, "the end of the connection")
 
     def test_so_many_that_there_is_no_room_leave_it_again(self, monkeypatch):
         monkeypatch.setattr(server, "_CONNECTION_SECONDS", 1.0)
@@ -222,13 +215,7 @@ class TestClientsThatBehaveBadly:
         with exporter() as it:
             crowd = [socket.create_connection(("127.0.0.1", it.port)) for _ in range(20)]
 
-            def served() -> bool:
-                try:
-                    return get(it).ok
-                except requests.ConnectionError:
-                    return False
-
-            wait_until(served)
+            wait_for(lambda: get(it).ok, "an answer")
             for connection in crowd:
                 connection.close()
 
@@ -240,7 +227,7 @@ class TestClientsThatBehaveBadly:
             assert busy.acquire(blocking=False)  # or the page is a 500
             begun.append(accept)
             number = len(begun)
-            begin.wait(20)
+            begin.wait(60)
             busy.release()
             return b"%d" % number, "text/plain"
 
@@ -254,10 +241,10 @@ class TestClientsThatBehaveBadly:
         address = f"http://127.0.0.1:{it.port}"
         with closing(it), ThreadPoolExecutor(30) as pool:
             first = pool.submit(ask, "text/plain")
-            wait_until(lambda: begun)
+            wait_for(lambda: begun, "the first page")
             later = [pool.submit(ask, "text/plain") for _ in range(28)]
             other = pool.submit(ask, "application/openmetrics-text")
-            wait_until(lambda: len(it._server._open) == 30)
+            wait_for(lambda: len(it._server._open) == 30, "all who ask")
             begin.set()
             assert first.result() == 1
             # None has what was begun before it asked.
