@@ -59,7 +59,7 @@ def token_config(folder: Path) -> Path:
 
 def get(it: Exporter, **options) -> requests.Response:
     scheme = "https" if "verify" in options else "http"
-    return requests.get(f"{scheme}://localhost:{it.port}/metrics", timeout=5, **options)
+    return requests.get(f"{scheme}://localhost:{it.port}/metrics", timeout=30, **options)
 
 
 class TestTLS:
@@ -124,7 +124,7 @@ class TestToken:
     @pytest.mark.parametrize("path", ["/", "/metrics", "/other"])
     def test_nothing_is_told_without_it(self, tmp_path, path):
         with exporter(token_config(tmp_path)) as it:
-            answer = requests.get(f"http://127.0.0.1:{it.port}{path}", timeout=5)
+            answer = requests.get(f"http://127.0.0.1:{it.port}{path}", timeout=30)
         assert answer.status_code == 401
         assert "Basic" in answer.headers["WWW-Authenticate"]
         assert "act_step" not in answer.text
@@ -256,7 +256,7 @@ class TestClientsThatBehaveBadly:
 class TestCompression:
     def ask(self, it: Exporter, source: str) -> tuple[str | None, bytes]:
         connection = http.client.HTTPConnection(
-            "127.0.0.1", it.port, timeout=5, source_address=(source, 0)
+            "127.0.0.1", it.port, timeout=30, source_address=(source, 0)
         )
         connection.request("GET", "/metrics", headers={"Accept-Encoding": "gzip, deflate"})
         answer = connection.getresponse()
@@ -276,7 +276,7 @@ class TestCompression:
 
     def test_over_ipv6(self):
         with exporter(host="::1") as it:
-            assert "act_step" in requests.get(f"http://[::1]:{it.port}/metrics", timeout=5).text
+            assert "act_step" in requests.get(f"http://[::1]:{it.port}/metrics", timeout=30).text
 
 
 def test_tls_before_1_2_is_refused(tmp_path, authority):

@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 import alerting.claims
 import alerting.messenger
 import alerting.receiver
+import alerting.worker
 from alerting.claims import Claims
 from alerting.cli import main
 from alerting.control import ControlDirectory
@@ -146,6 +147,11 @@ def look_often() -> None:
     alerting.messenger.FIRST_WAIT_SECONDS = RETRIED_SECONDS
 
 
+def never_look() -> None:
+    """The worker acts only when it is told of a delivery."""
+    alerting.worker.POLL_SECONDS = 600.0
+
+
 def wait_briefly() -> None:
     """What a dead receiver was sending is taken over soon, and so is what a slow one sends."""
     alerting.claims.PATIENCE_SECONDS = 1.0
@@ -218,6 +224,7 @@ def shift_the_clock(path: str) -> None:
 FAULTS: dict[str, Callable[..., None]] = {
     **DEATHS,
     **CLAIM_DEATHS,
+    "woken": never_look,
     "attentive": look_often,
     "impatient": wait_briefly,
     "slow": answer_slowly,

@@ -518,7 +518,7 @@ def delivery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Delivery]:
         url = f"http://127.0.0.1:{port}"
 
         def is_ready() -> bool:
-            with urllib.request.urlopen(f"{url}/-/ready", timeout=5) as answer:
+            with urllib.request.urlopen(f"{url}/-/ready", timeout=30) as answer:
                 return bool(answer.status == 200)
 
         server.wait_for(is_ready, "readiness")

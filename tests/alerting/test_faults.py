@@ -135,7 +135,7 @@ def alertmanager(
     ]
     with running(name, argv, folder) as server:
         url = f"http://127.0.0.1:{own}"
-        server.wait_for(lambda: requests.get(f"{url}/-/ready", timeout=5).ok, "readiness")
+        server.wait_for(lambda: requests.get(f"{url}/-/ready", timeout=30).ok, "readiness")
         yield Alertmanager(server, url)
 
 

@@ -223,7 +223,7 @@ class TestCentre:
 
     def take(self, centre: Centre, *lines: str) -> None:
         url = f"{centre.url}/api/v1/import/prometheus"
-        requests.post(url, data="\n".join(lines), timeout=5).raise_for_status()
+        requests.post(url, data="\n".join(lines), timeout=30).raise_for_status()
 
     def test_samples_are_kept_for_30_days(self, centre: Centre) -> None:
         now = time.time()
