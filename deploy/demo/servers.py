@@ -130,7 +130,7 @@ class Server:
 
         return wait_for(probe_while_alive, f"{what} of {self.name}", timeout)
 
-    def stop(self, patience: float = 10.0) -> None:
+    def stop(self, patience: float = 30.0) -> None:
         """SIGTERM to this very process, and SIGKILL when it has not ended after `patience`."""
         if self.process is None or self.process.poll() is not None:
             return

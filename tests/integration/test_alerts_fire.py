@@ -138,7 +138,7 @@ def fired(folder: Path, cases: dict[str, Case], wanted: set[str]) -> dict[str, A
             return wanted <= found.keys()
 
         try:
-            wait_for(all_fire, "all to fire", timeout=20)
+            wait_for(all_fire, "all to fire", timeout=60)
         except TimeoutError:
             pytest.fail(f"not firing: {sorted(wanted - found.keys())}")
     return found
@@ -161,7 +161,7 @@ def prometheus(folder: Path, data: Path, rule_files: list[str]) -> Iterator[str]
     ]
     with running("prometheus", argv, folder):
         ready = f"http://{url}/-/ready"
-        wait_for(lambda: requests.get(ready, timeout=30).ok, "Prometheus", timeout=30)
+        wait_for(lambda: requests.get(ready, timeout=30).ok, "Prometheus")
         yield f"http://{url}"
 
 
