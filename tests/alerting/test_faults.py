@@ -514,7 +514,7 @@ class TestStorm:
             FeishuBot().serving() as bot,
             receiving(tmp_path, feishu=bot) as receiver,
             alertmanager(
-                tmp_path, port_of(receiver), max_alerts=0, group_wait="1s", group_interval="2s"
+                tmp_path, port_of(receiver), max_alerts=0, group_wait="5s", group_interval="5s"
             ) as sender,
         ):
             storm = (
