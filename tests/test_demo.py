@@ -111,7 +111,7 @@ def test_a_milestone_that_is_missing_is_named(tmp_path: Path) -> None:
         f"sys.argv = ['demo', '--folder={tmp_path / 'files'}']; sys.exit(demo.main())"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 1, done.stdout
     assert "missed: not observed: fault" in done.stdout

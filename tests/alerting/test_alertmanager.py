@@ -536,21 +536,21 @@ class TestStorm:
     """With a wait in which a busy machine too has taken in all of a group."""
 
     @pytest.fixture(scope="class")
-    def delivery(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Delivery]:
+    def patient(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Delivery]:
         with delivering(tmp_path_factory.mktemp("alertmanager"), "5s") as opened:
             yield opened
 
-    def test_is_one_message_and_one_mail(self, delivery: Delivery) -> None:
+    def test_is_one_message_and_one_mail(self, patient: Delivery) -> None:
         storm = [
             alert("ActLayerAboveBaseline", run="storm", layer=f"h.{layer}.mlp")
             for layer in range(40)
         ]
-        delivery.fire(*storm, alert("ActRunaway", run="storm"))
-        delivery.wait_for(lambda: delivery.messages("storm"), "a chat message")
-        delivery.wait_for(lambda: delivery.mails("storm"), "a mail")
-        delivery.settle()
+        patient.fire(*storm, alert("ActRunaway", run="storm"))
+        patient.wait_for(lambda: patient.messages("storm"), "a chat message")
+        patient.wait_for(lambda: patient.mails("storm"), "a mail")
+        patient.settle()
 
-        (message,) = delivery.messages("storm")
+        (message,) = patient.messages("storm")
         assert message["title"] == "41 firing: run storm"
         lines = message["text"].splitlines()
         assert len([line for line in lines if line.startswith("Act")]) == 8
@@ -561,7 +561,7 @@ class TestStorm:
         # The strictest of the chat tools takes 2,048 bytes.
         assert len(message["text"].encode()) < 2048
 
-        (mail,) = delivery.mails("storm")
+        (mail,) = patient.mails("storm")
         assert mail["Subject"] == "41 firing: run storm"
         assert mail["To"] == "oncall@example.com"
         body = mail.get_body(("plain",))
@@ -569,10 +569,10 @@ class TestStorm:
         assert "Worst layers: h." in body.get_content()
         assert mail.get_body(("html",)) is None
 
-    def test_warnings_of_all_layers_at_once_are_one_message_a_run(self, delivery: Delivery) -> None:
+    def test_warnings_of_all_layers_at_once_are_one_message_a_run(self, patient: Delivery) -> None:
         kinds = ("ActLayerDepthSpike", "ActLayerDrift", "ActRankSpread", "ActLayerDead")
         for run in ("flood-a", "flood-b"):
-            delivery.fire(
+            patient.fire(
                 *(
                     alert(kind, run=run, layer=f"h.{layer}.mlp")
                     for kind in kinds
@@ -580,13 +580,13 @@ class TestStorm:
                 )
             )
         for run in ("flood-a", "flood-b"):
-            delivery.wait_for(lambda run=run: delivery.messages(run), "a chat message")
-        delivery.settle()
+            patient.wait_for(lambda run=run: patient.messages(run), "a chat message")
+        patient.settle()
         for run in ("flood-a", "flood-b"):
-            (message,) = delivery.messages(run)
+            (message,) = patient.messages(run)
             assert message["title"] == f"120 firing: run {run}"
-            assert len(delivery.mails(run)) == 1
-            assert delivery.requests(run) == []
+            assert len(patient.mails(run)) == 1
+            assert patient.requests(run) == []
 
 
 class TestDelivery:
