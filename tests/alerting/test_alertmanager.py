@@ -532,14 +532,14 @@ def delivery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Delivery]:
         yield opened
 
 
+@pytest.fixture(scope="module")
+def patient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Delivery]:
+    """Waits so long that on a busy machine too all of a group is taken in."""
+    with delivering(tmp_path_factory.mktemp("alertmanager"), "5s") as opened:
+        yield opened
+
+
 class TestStorm:
-    """With a wait in which a busy machine too has taken in all of a group."""
-
-    @pytest.fixture(scope="class")
-    def patient(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Delivery]:
-        with delivering(tmp_path_factory.mktemp("alertmanager"), "5s") as opened:
-            yield opened
-
     def test_is_one_message_and_one_mail(self, patient: Delivery) -> None:
         storm = [
             alert("ActLayerAboveBaseline", run="storm", layer=f"h.{layer}.mlp")
