@@ -159,7 +159,7 @@ class TestLines:
 
     def test_are_there_a_second_later(self, folder: Path, open_journal: Open) -> None:
         write(open_journal(), 1)
-        wait_for(lambda: len(lines(folder)) == 3, "the lines, without closing", timeout=10)
+        wait_for(lambda: len(lines(folder)) == 3, "the lines, without closing")
 
     def test_generations_tell_repeated_steps_apart(self, folder: Path, open_journal: Open) -> None:
         journal = open_journal()
@@ -223,15 +223,14 @@ class TestTrainer:
         monkeypatch.setattr(rotation.os, "write", hang)
         try:
             journal.write(0, START, 0, **step)
-            assert hangs.wait(10)
+            assert hangs.wait(30)
             for number in range(1, 151):  # 100 of them can wait
                 journal.write(number, START, 0, **step)
             assert journal.dropped == {"queue": 50_000, "write": 0}
-            before = time.monotonic()
             closing = threading.Thread(target=journal.close, args=(0.2,))
             closing.start()
-            closing.join(10)
-            assert time.monotonic() - before < 5
+            closing.join(30)
+            assert not closing.is_alive()
         finally:
             works.set()
         written(journal, 101_000)

@@ -93,7 +93,7 @@ def expected(folder: Path, metric: str, until: float) -> Series:
 
 def rules_were_judged(url: str) -> bool:
     """Whether each group of the shipped rules has been evaluated."""
-    groups = requests.get(f"{url}/api/v1/rules", timeout=5).json()["data"]["groups"]
+    groups = requests.get(f"{url}/api/v1/rules", timeout=30).json()["data"]["groups"]
     return bool(groups) and not any(group["lastEvaluation"].startswith("0001-") for group in groups)
 
 
@@ -157,6 +157,6 @@ def test_a_dashboard_shows_each_step_and_no_alarm_is_raised(tmp_path: Path) -> N
         # The last records are a million times the first: on the live page they would be alarms.
         server.wait_for(lambda: rules_were_judged(url), "rules")
         answer = requests.get(
-            f"{url}/api/v1/query", params={"query": f'ALERTS{{run="{RUN}"}}'}, timeout=5
+            f"{url}/api/v1/query", params={"query": f'ALERTS{{run="{RUN}"}}'}, timeout=30
         ).json()
         assert answer["data"]["result"] == []
