@@ -7,10 +7,14 @@ That line is all a trainer needs: each layer's statistics, their 500-step histor
 step that broke a rule are then on http://localhost:9460/metrics.
 """
 
+from typing import TYPE_CHECKING
+
 from act_exporter.exceptions import ActExporterError, NothingToWatchError, SettingError, StateError
 from act_exporter.exporter import Exporter
 from act_exporter.history import Thresholds
-from act_exporter.start import start_exporter
+
+if TYPE_CHECKING:
+    from act_exporter.start import start_exporter
 
 __all__ = [
     "ActExporterError",
@@ -23,3 +27,16 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> object:
+    # Imported when used: it needs torch, which a trainer of another framework may not have.
+    if name == "start_exporter":
+        from act_exporter.start import start_exporter
+
+        return start_exporter
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*globals(), "start_exporter"]

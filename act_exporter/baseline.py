@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from act_exporter.rows import Array
 from act_exporter.window import Mask
@@ -87,15 +86,15 @@ class Baseline:
             learnt[:] = np.nan
 
     def state(self) -> dict[str, Any]:
-        """The baselines and what is being learnt, as tensors."""
+        """The baselines and what is being learnt."""
         return {
-            "values": torch.from_numpy(self.values.copy()),
-            "block": torch.from_numpy(self._block.copy()),
-            "filled": torch.from_numpy(self._filled.copy()),
-            "median": torch.from_numpy(self._median.copy()),
-            "rate": torch.from_numpy(self._rate.copy()),
-            "rate_before": torch.from_numpy(self._rate_before.copy()),
-            "rate_learnt": torch.from_numpy(self._rate_learnt.copy()),
+            "values": self.values.copy(),
+            "block": self._block.copy(),
+            "filled": self._filled.copy(),
+            "median": self._median.copy(),
+            "rate": self._rate.copy(),
+            "rate_before": self._rate_before.copy(),
+            "rate_learnt": self._rate_learnt.copy(),
         }
 
     def restore(self, state: dict[str, Any], own: npt.NDArray[np.int64], saved: list[int]) -> None:
@@ -104,14 +103,14 @@ class Baseline:
         Of a state with other block sizes only what is settled is kept.
         """
         self.clear()
-        self.values[own] = state["values"].numpy()[saved]
-        self._rate_learnt[own] = state["rate_learnt"].numpy()[saved]
+        self.values[own] = state["values"][saved]
+        self._rate_learnt[own] = state["rate_learnt"][saved]
         if len(state["block"]) == self._steps:
-            self._block[:, own] = state["block"].numpy()[:, saved]
-            self._filled[own] = state["filled"].numpy()[saved]
-            self._median[own] = state["median"].numpy()[saved]
-            self._rate[own] = state["rate"].numpy()[saved]
-            self._rate_before[own] = state["rate_before"].numpy()[saved]
+            self._block[:, own] = state["block"][:, saved]
+            self._filled[own] = state["filled"][saved]
+            self._median[own] = state["median"][saved]
+            self._rate[own] = state["rate"][saved]
+            self._rate_before[own] = state["rate_before"][saved]
 
     def _judge(self, taps: npt.NDArray[np.int64]) -> None:
         before = self._median[taps]

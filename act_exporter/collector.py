@@ -19,7 +19,6 @@ from prometheus_client.registry import Collector
 from act_exporter.diagnosis import VERDICTS, Verdict
 from act_exporter.history import RULES, SERIOUS, Layers, Thresholds
 from act_exporter.journal import Journal
-from act_exporter.memory import device_memory
 from act_exporter.rows import NONFINITE_KINDS, Array
 from act_exporter.sample import Update
 from act_exporter.taps import Tap
@@ -343,6 +342,7 @@ class TrainingCollector(Collector):
         faults: layer to the factor of an injected fault.
         scrape_seconds: how long the last scrape took.
         journal: whose counts are told; None where there is none.
+        memory: bytes in tensors and bytes that there are, by accelerator.
     """
 
     def __init__(
@@ -355,8 +355,10 @@ class TrainingCollector(Collector):
         faults: Callable[[], dict[str, float]],
         scrape_seconds: Callable[[], float | None],
         journal: Journal | None,
+        memory: Callable[[], dict[str, tuple[float, float]]],
     ) -> None:
         self._labels = labels
+        self._memory_in_use = memory
         self._training = training
         self._errors = errors
         self._facts = facts
@@ -507,7 +509,7 @@ class TrainingCollector(Collector):
             yield self._gauges(name, text, "layer", known)
 
     def _memory(self) -> Iterator[Metric]:
-        found = device_memory()
+        found = self._memory_in_use()
         for name, text, values in (
             (
                 "allocated",

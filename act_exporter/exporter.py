@@ -1,21 +1,21 @@
-"""The exporter: wires probe, steps, history and server to one model in training."""
+"""The exporter: what was taken from a trainer is judged, kept, exposed and served.
+
+It knows no framework: an `Instrumentation` takes the tensors.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
 import logging
 import math
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Self, SupportsFloat
 
-import torch
 from prometheus_client import CollectorRegistry
-from torch import nn
 
 from act_exporter.access import Access
 from act_exporter.chronicle import Chronicle
@@ -23,23 +23,19 @@ from act_exporter.collector import LayerPage, Training, TrainingCollector, const
 from act_exporter.diagnosis import Diagnosis, Facts
 from act_exporter.exceptions import SettingError, StateError
 from act_exporter.faults import Faults
-from act_exporter.gradients import Gradients, Scaler, Which
 from act_exporter.history import History, Layers, Onset, Thresholds
+from act_exporter.instrumentation import Instrumentation, Listener
 from act_exporter.journal import Journal
-from act_exporter.layers import Watch, find_taps
 from act_exporter.live import POLICY, LivePage, Source, Trail
 from act_exporter.overhead import Overhead
-from act_exporter.probe import Probe
-from act_exporter.ranks import Ranks
 from act_exporter.rows import Column
 from act_exporter.sample import Norms, Sample, Update
 from act_exporter.server import MetricsServer
 from act_exporter.silence import Silence
 from act_exporter.state import checked_windows
-from act_exporter.steps import Steps
+from act_exporter.taps import Tap
 from act_exporter.targets import TargetFile, remove_stale
 from act_exporter.training import TrainingHistory
-from act_exporter.updates import Updates
 
 log = logging.getLogger(__name__)
 
@@ -60,12 +56,13 @@ _STAGES = (
 # change it by less, but for the first four steps of a warm-up and the one at which it is cut.
 _RATE_TOLERANCE = 0.2
 
-Reduce = Literal["rank", "global"]
-"""Whether each rank has a page of its own, or rank 0 one for all."""
-
 
 class Exporter:
     """What `start_exporter` returns.
+
+    Args:
+        taps: what is watched, a row each.
+        instrumented: has the trainer's tensors taken, once everything else was found to be good.
 
     Attributes:
         run: the run's name, the `run` label of every sample.
@@ -75,20 +72,17 @@ class Exporter:
 
     def __init__(
         self,
-        model: nn.Module,
+        taps: Sequence[Tap],
+        instrumented: Callable[[Listener], Instrumentation],
         *,
         run: str,
         rank: int,
-        watch: Watch,
         sample_every: int,
         thresholds: Thresholds,
         max_overhead: float | None = None,
-        gradients: Which = True,
-        scaler: Scaler | None = None,
         max_series: int | None = None,
         baseline: Mapping[tuple[str, str], float] | None = None,
         journal: Path | None = None,
-        reduce: Reduce = "rank",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not run or not run.isprintable():
@@ -99,60 +93,45 @@ class Exporter:
             raise SettingError(f"max_overhead={max_overhead!r} must be a share between 0 and 1")
         if max_series is not None and not (type(max_series) is int and max_series > 0):
             raise SettingError(f"max_series={max_series!r} must be a whole number from 1 on")
-        if reduce not in get_args(Reduce):
-            raise SettingError(f"reduce={reduce!r} is neither 'rank' nor 'global'")
-        taps = find_taps(model, watch)
-        self._ranks: Ranks | None = None
-        if reduce == "global":
-            recorded = list(inspect.signature(self.record).parameters)
-            self._ranks = Ranks(taps, recorded, self._count_error)
-            max_overhead = None  # each rank's own clock would have it sample steps of its own
         self.run = run
         self.port: int | None = None
         self.registry = CollectorRegistry()
-        self._rank = "all" if self._ranks is not None else str(rank)
-        labels = {"run": run, "rank": self._rank}
-        self._page = LayerPage(taps, labels, max_series)
         self._scrape_seconds: float | None = None
         self._errors = dict.fromkeys(_STAGES, 0)
         self._logged: set[tuple[str, type[Exception], str]] = set()
-        self._overhead = Overhead(max_overhead, sample_every)
         self._sampled = 0  # the last sampled step
         self._silence = Silence(taps)
-        self._faults = Faults(taps)
         self._standing = True  # nothing was trained since the run's step was set
         self._training = Training(finished_at=time.time(), sample_every=sample_every)
         self._server: MetricsServer | None = None
         self._target: TargetFile | None = None
         self._told_norm = False  # whether the trainer records the gradient norm itself
-        self._gradients = Gradients(
-            model, taps, which=gradients, scaler=scaler, on_error=self._count_error
-        )
-        self._updates = Updates(
-            model, taps, enabled=gradients is not False, on_error=self._count_error
-        )
         self._clock = clock
         self._history = History(taps, thresholds, clock)
         self._history.set_baseline(baseline or {})
         self._onset: Onset | None = None  # as last said in the log
         self._numbers = TrainingHistory(thresholds, clock)
         self._diagnosis = Diagnosis(thresholds.clean_steps)
-        self._probe = Probe(
-            model,
-            taps,
-            exceed_threshold=thresholds.exceed,
-            on_stuck=self._sample_without_step,
-            on_error=self._count_error,
-        )
-        self._steps = Steps(model, self._finish_step, self._count_error, self._updates)
         self._norms: deque[Norms] = deque()  # that wait for the sample of their step
         self._changes: deque[Update] = deque()  # likewise
         self._judged = 0  # step of the newest sample that was judged
         self._saved_rate: float | None = None  # of a restored state, until a step has ended
         self._other_rate = False  # whether that step was made with another one
+        self._seconds = 0.0  # spent on what was taken
+        self._instrumentation = instrumented(
+            Listener(self._finish_step, self._sample_without_step, self._count_error)
+        )
+        self._rank = str(rank)
+        if self._instrumentation.joined:
+            self._rank = "all"
+            max_overhead = None  # each rank's own clock would have it sample steps of its own
+        self._overhead = Overhead(max_overhead, sample_every)
+        self._faults = Faults((tap.layer for tap in taps), self._instrumentation.fault)
+        labels = {"run": run, "rank": self._rank}
+        self._page = LayerPage(taps, labels, max_series)
         self._journal = (
             None
-            if journal is None or not self._speaks
+            if journal is None or not self._instrumentation.speaks
             else Journal(journal, run=run, rank=rank, taps=taps, on_error=self._count_error)
         )
         self._chronicle = Chronicle(self._journal, taps)
@@ -170,8 +149,7 @@ class Exporter:
                 faults=lambda: self._faults.factors,
             )
         )
-        # Two families a layer are of updates.
-        series = self._page.series + self._gradients.series + 2 * self._updates.series
+        series = self._page.series + self._instrumentation.series
         self.registry.register(
             TrainingCollector(
                 labels,
@@ -182,6 +160,7 @@ class Exporter:
                 lambda: self._faults.factors,
                 lambda: self._scrape_seconds,
                 self._journal,
+                self._instrumentation.memory,
             )
         )
         log.info("watching %d tensors of run %s", len(taps), run)
@@ -193,11 +172,6 @@ class Exporter:
                 len(taps),
                 self._page.dropped[0].layer,
             )
-
-    @property
-    def _speaks(self) -> bool:
-        """Whether page and journal are this rank's to make."""
-        return self._ranks is None or self._ranks.rank == 0
 
     def serve(
         self, host: str, port: int, *, targets: Path | None = None, access: Access | None = None
@@ -212,7 +186,7 @@ class Exporter:
             targets: a folder in which Prometheus looks for targets, to be listed there.
             access: who may see the page; None for everybody who reaches the port.
         """
-        if not self._speaks:
+        if not self._instrumentation.speaks:
             return
         try:
             self._server = MetricsServer(
@@ -256,9 +230,9 @@ class Exporter:
     def record(
         self,
         *,
-        loss: torch.Tensor | float | None = None,
-        grad_norm: torch.Tensor | float | None = None,
-        loss_scale: torch.Tensor | float | None = None,
+        loss: SupportsFloat | None = None,
+        grad_norm: SupportsFloat | None = None,
+        loss_scale: SupportsFloat | None = None,
     ) -> None:
         """Expose the step's loss and gradient norm; call it before the optimizer's step.
 
@@ -271,25 +245,29 @@ class Exporter:
         try:
             told = {"loss": loss, "grad_norm": grad_norm, "loss_scale": loss_scale}
             values = {name: value for name, value in told.items() if value is not None}
-            self._probe.record({name: torch.as_tensor(value) for name, value in values.items()})
+            self._instrumentation.record(values)
             self._told_norm |= "grad_norm" in values
         except Exception as error:
             self._count_error("record", error)
 
-    def step(self, step: int) -> None:
+    def step(self, step: int | None = None) -> None:
         """Say that the run has finished `step`, in place of counting the optimizers' steps.
 
-        From the first call on only this counts. Called before anything was trained it says where
-        the run stands. `TrainingGuard` calls it by itself.
+        From the first call on only this counts. Called with a number before anything was trained
+        it says where the run stands. `TrainingGuard` calls it by itself.
+
+        Args:
+            step: the step; the one after the last, if none is given.
         """
         try:
-            self._steps.set(step)
-            if self._standing and self._probe.idle:
-                self._training = dataclasses.replace(self._training, step=step)
-                self._sampled = step
-                self._faults.resume(step)
+            finished = self._training.step + 1 if step is None else step
+            self._instrumentation.set_step(finished)
+            if step is not None and self._standing and self._instrumentation.idle:
+                self._training = dataclasses.replace(self._training, step=finished)
+                self._sampled = finished
+                self._faults.resume(finished)
             else:
-                self._finish_step(step)
+                self._finish_step(finished)
         except Exception as error:
             self._count_error("step", error)
 
@@ -310,11 +288,7 @@ class Exporter:
 
         Onset, peaks and counts in a row are forgotten; baseline, window and counters stay.
         """
-        self._probe.forget()
-        if self._ranks is not None:
-            self._ranks.forget()
-        self._gradients.forget()
-        self._updates.forget()
+        self._instrumentation.forget()
         self._norms.clear()
         self._changes.clear()
         self._judged = 0
@@ -360,7 +334,7 @@ class Exporter:
         """Learn baselines and windows anew (another data mix, a new learning rate)."""
         self._history.rebaseline()
         self._numbers.rebaseline()
-        self._updates.look_often(learnt=False)
+        self._instrumentation.look_often(learnt=False)
 
     def inject_fault(
         self, layer: str, factor: float, step: int, *, steps: int | None = None
@@ -368,10 +342,10 @@ class Exporter:
         """Make a layer's output too large on purpose, to try alarm and rollback.
 
         For a copy of a run: what is trained meanwhile is spoilt. The output, of a tuple its first
-        tensor, is multiplied in training mode, and gradients flow through it; where torch's pytree
-        finds no tensor of floats in it, nothing is changed and the log says so. It happens once: a
-        rollback ends it for good, and a process that goes on from a later step, or in a generation
-        after the first, does not begin it. The log and `act_injected_fault` say so meanwhile. A
+        tensor, is multiplied in training, and gradients flow through it; where no tensor of floats
+        is found in it, nothing is changed and the log says so. It happens once: a rollback ends it
+        for good, and a process that goes on from a later step, or in a generation after the first,
+        does not begin it. The log and `act_injected_fault` say so meanwhile. A
         compiled model is compiled again after this call and after the end. In each rank that
         shall have it.
 
@@ -390,20 +364,19 @@ class Exporter:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Count nothing in the block: a save, a load or a trial run."""
-        before = self._probe.paused
-        self._probe.paused = self._steps.paused = True
+        before = self._instrumentation.paused
+        self._instrumentation.paused = True
         try:
             yield
         finally:
-            self._probe.paused = self._steps.paused = before
-            self._gradients.drop()
-            self._updates.drop()
+            self._instrumentation.paused = before
+            self._instrumentation.drop()
             self._overhead.pause()
 
     def state_dict(self) -> dict[str, Any]:
-        """Step, learning rate, baselines and windows: tensors, numbers and strings only."""
+        """Step, learning rate, baselines and windows: arrays, numbers and strings only."""
         self._take_in()
-        rate = self._steps.learning_rate
+        rate = self._instrumentation.learning_rate
         return {
             **({} if rate is None else {"learning_rate": rate}),
             "step": self._training.step,
@@ -432,7 +405,7 @@ class Exporter:
         self._numbers.load_state_dict(numbers)
         self._saved_rate, self._other_rate = rate, False
         self._resumed()
-        self._steps.restart(state["step"])
+        self._instrumentation.restart(state["step"])
         self._standing = True
         self._sampled = state["step"]
         self._training = dataclasses.replace(self._training, step=state["step"])
@@ -441,12 +414,7 @@ class Exporter:
     def close(self) -> None:
         """Remove the hooks and stop serving; a second call does nothing."""
         self._faults.end("the exporter was closed")
-        self._steps.close()
-        self._probe.close()
-        self._gradients.close()
-        self._updates.close()
-        if self._ranks is not None:
-            self._ranks.close()
+        self._instrumentation.close()
         if self._journal is not None:
             self._journal.close()
         if self._target is not None:
@@ -463,11 +431,11 @@ class Exporter:
 
     def _resumed(self) -> None:
         self._diagnosis.resumed()
-        self._updates.look_often(learnt=self._numbers.is_learnt("update_rms"))
+        self._instrumentation.look_often(learnt=self._numbers.is_learnt("update_rms"))
 
     def _finish_step(self, step: int) -> None:
         """The one place where data moves on: rows to history, history to the page."""
-        if self._probe.paused:
+        if self._instrumentation.paused:
             return
         started = time.perf_counter()
         before = self._training
@@ -479,55 +447,47 @@ class Exporter:
             # Where only some steps are told of, those between have ended too.
             steps=before.steps + max(step - before.step, 0),
             finished_at=time.time(),
-            probe_seconds=self._probe.seconds + self._gradients.seconds + self._updates.seconds,
+            probe_seconds=self._instrumentation.seconds + self._seconds,
             overhead=self._overhead.ratio(),
             sample_every=self._overhead.sample_every,
         )
         try:
             self._faults.begin(step + 1)
             self._compare_rates()
-            if self._probe.sampling:
+            if self._instrumentation.sampling:
                 self._sampled = step
-                self._probe.take(step)
-                self._gradients.take(step)
-                self._updates.take(step)
+                self._instrumentation.take(step)
             else:
-                self._probe.skip()
+                self._instrumentation.skip()
         except Exception as error:
             self._count_error("step", error)
         self._take_in()
-        self._probe.end_step()
-        self._probe.seconds += time.perf_counter() - started
+        self._instrumentation.end_step()
+        self._seconds += time.perf_counter() - started
         # At the very end: what this took belongs to the step that it was taken for.
-        if self._overhead.step(self._clock(), self._probe.sampling):
+        if self._overhead.step(self._clock(), self._instrumentation.sampling):
             log.warning(
                 "looking costs too much of a step: from now on each %d. step is sampled",
                 self._overhead.sample_every,
             )
         following = step + max(step - before.step, 1)
-        sampling = self._overhead.samples(following - self._sampled)
-        self._sample(sampling)
+        self._instrumentation.sampling = self._overhead.samples(following - self._sampled)
 
     def _sample_without_step(self) -> None:
         """Look at forwards that no optimizer's step has followed: they may be why."""
-        if self._probe.sampling:
-            self._probe.take(self._training.step + 1)
+        if self._instrumentation.sampling:
+            self._instrumentation.take(self._training.step + 1, stepped=False)
             self._take_in()
-        # The gradients are left alone: what a scaler skips is infinite by design.
-        self._sample(True)
-
-    def _sample(self, sampling: bool) -> None:
-        """Whether the step under way is sampled."""
-        self._probe.sampling = self._gradients.sampling = self._updates.sampling = sampling
+        self._instrumentation.sampling = True
 
     def _take_in(self) -> None:
         """Judge the samples that have arrived from the devices."""
         judged: list[Layers] = []
         numbers: dict[int, dict[str, float]] = defaultdict(dict)
         try:
-            for sample in self._samples():
+            for sample in self._instrumentation.samples():
                 self._judged = sample.step
-                rate = self._steps.learning_rate
+                rate = self._instrumentation.learning_rate
                 sick = self._training.verdict is not None
                 judged.append(self._history.observe(sample, rate, sick))
                 self._chronicle.sample(sample, judged[-1], self._training.generation)
@@ -541,7 +501,7 @@ class Exporter:
                 )
                 self._notice_silence(sample)
             # After the samples, which bring the loss scale.
-            self._norms += self._gradients.arrived(self._training.values.get("loss_scale"))
+            self._norms += self._instrumentation.norms(self._training.values.get("loss_scale"))
             while self._norms and self._norms[0].step <= self._judged:
                 norms = self._norms.popleft()
                 values = norms.values(told=self._told_norm)
@@ -552,7 +512,7 @@ class Exporter:
                     values=self._training.values | values,
                     gradients=norms.layers,
                 )
-            self._changes += self._updates.arrived()
+            self._changes += self._instrumentation.updates()
             while self._changes and self._changes[0].step <= self._judged:
                 update = self._changes.popleft()
                 numbers[update.step] |= update.values
@@ -564,13 +524,6 @@ class Exporter:
                 self._diagnose(layers)
         except Exception as error:
             self._count_error("step", error)
-
-    def _samples(self) -> list[Sample]:
-        """What can be judged now."""
-        samples = self._probe.arrived()
-        if self._ranks is not None:
-            return self._ranks.join(samples)
-        return [sample for sample in samples if not sample.lost]
 
     def _diagnose(self, layers: Layers) -> None:
         facts = Facts(
@@ -606,7 +559,7 @@ class Exporter:
     def _compare_rates(self) -> None:
         """The first step after a restored state has ended: is its learning rate the saved one?"""
         saved, self._saved_rate = self._saved_rate, None
-        rate = self._steps.learning_rate
+        rate = self._instrumentation.learning_rate
         # A rate of 0, where a warm-up begins, is followed by any other.
         if saved and rate is not None and not math.isclose(rate, saved, rel_tol=_RATE_TOLERANCE):
             self._other_rate = True

@@ -1,27 +1,19 @@
-"""The one line in a trainer: arguments and `ACT_*` variables in, a running exporter out.
-
-The only place of this package that reads the environment.
-"""
+"""The one line in a trainer that uses torch: arguments in, a running exporter out."""
 
 from __future__ import annotations
 
-import logging
-import os
-import sys
+import functools
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from act_exporter.access import Access
+from act_exporter.environment import started, variable
 from act_exporter.exceptions import SettingError
-from act_exporter.exporter import Exporter, Reduce
 from act_exporter.gradients import Scaler, Which
 from act_exporter.history import Thresholds
 from act_exporter.layers import Watch
-from act_exporter.levels import read_levels
-
-DEFAULT_PORT = 9460
+from act_exporter.torch_exporter import Reduce, TorchExporter
 
 
 def start_exporter(
@@ -43,7 +35,7 @@ def start_exporter(
     reduce: Reduce = "rank",
     targets: str | Path | None = None,
     web_config: str | Path | None = None,
-) -> Exporter:
+) -> TorchExporter:
     """Watch `model` and serve its statistics on `http://host:port/metrics`.
 
     No other line is needed in the trainer: steps are counted by the optimizers' own `step`.
@@ -99,66 +91,28 @@ def start_exporter(
     """
     if not isinstance(model, nn.Module):
         raise SettingError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    if "ACT_LOG_LEVEL" in os.environ:
-        _set_log_level(os.environ["ACT_LOG_LEVEL"])
-    if port is None:
-        port = _variable("ACT_PORT", DEFAULT_PORT)
-    if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port <= 65_535:
-        raise SettingError(f"port={port!r} is no whole number between 0 and 65535")
-    local_rank = _variable("LOCAL_RANK", 0)
     grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if reduce == "global" and not grouped and _variable("WORLD_SIZE", 1) == 1:
+    if reduce == "global" and not grouped and variable("WORLD_SIZE", 1) == 1:
         reduce = "rank"  # one process is all of its run, and needs no group to say so
-    journal = journal if journal is not None else os.environ.get("ACT_JOURNAL")
-    web_config = web_config if web_config is not None else os.environ.get("ACT_WEB_CONFIG")
-    access = Access(Path(web_config)) if web_config else None
-    exporter = Exporter(
-        model,
-        run=run if run is not None else _default_run(),
-        rank=rank if rank is not None else _variable("RANK", 0),
-        watch=watch,
-        sample_every=sample_every,
-        thresholds=thresholds or Thresholds(),
-        max_overhead=max_overhead,
-        gradients=gradients,
-        scaler=scaler,
-        max_series=max_series,
-        baseline=read_levels(Path(baseline)) if baseline is not None else None,
-        journal=Path(journal) if journal else None,
-        reduce=reduce,
+    return started(
+        functools.partial(
+            TorchExporter,
+            model,
+            watch=watch,
+            sample_every=sample_every,
+            thresholds=thresholds or Thresholds(),
+            max_overhead=max_overhead,
+            gradients=gradients,
+            scaler=scaler,
+            max_series=max_series,
+            reduce=reduce,
+        ),
+        port=port,
+        host=host,
+        run=run,
+        rank=rank,
+        journal=journal,
+        baseline=baseline,
+        targets=targets,
+        web_config=web_config,
     )
-    host = host or os.environ.get("ACT_HOST") or "127.0.0.1"
-    targets = targets if targets is not None else os.environ.get("ACT_TARGETS")
-    exporter.serve(
-        host,
-        port + local_rank if port else 0,
-        targets=Path(targets) if targets else None,
-        access=access,
-    )
-    return exporter
-
-
-def _default_run() -> str:
-    script = Path(sys.argv[0]).stem if sys.argv and sys.argv[0] else ""
-    return (
-        os.environ.get("ACT_RUN")
-        or os.environ.get("SLURM_JOB_NAME")
-        or (script if script not in ("", "-c", "-m") else "interactive")
-    )
-
-
-def _variable(name: str, default: int) -> int:
-    value = os.environ.get(name, "")
-    if not value:
-        return default
-    try:
-        return int(value)
-    except ValueError:
-        raise SettingError(f"{name}={value!r} is no whole number") from None
-
-
-def _set_log_level(level: str) -> None:
-    try:
-        logging.getLogger("act_exporter").setLevel(level.upper())
-    except ValueError:
-        raise SettingError(f"ACT_LOG_LEVEL={level!r} is no log level, such as INFO") from None

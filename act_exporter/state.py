@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
+import numpy as np
+import numpy.typing as npt
 
 from act_exporter.exceptions import StateError
 
@@ -16,7 +17,7 @@ _LATER: dict[str, Any] = {"attention": {}}
 
 
 def checked_state(state: Any, own: dict[str, Any]) -> dict[str, Any]:
-    """`state` with its tensors on the CPU, if it is of the form of `own` and its values can be.
+    """`state`, if it is of the form of `own` and its values can be.
 
     Args:
         state: what was loaded.
@@ -41,24 +42,24 @@ def checked_state(state: Any, own: dict[str, Any]) -> dict[str, Any]:
     if len(set(pairs)) != len(taps):
         raise StateError("exporter state: taps: expected pairs of names, each once")
     for part in ("baseline", "window"):
-        for name, tensor in moved[part].items():
-            if tensor.shape[-1] != len(taps):
+        for name, array in moved[part].items():
+            if array.shape[-1] != len(taps):
                 raise StateError(f"exporter state: {part}: {name} is not of {len(taps)} taps")
     baseline = moved["baseline"]
     steps = len(baseline["block"])
-    learnt = baseline["values"][~torch.isnan(baseline["values"])]
+    learnt = baseline["values"][~np.isnan(baseline["values"])]
     _check(
         {
             **_window_checks("window", moved["window"]),
             "baseline: filled": _within(baseline["filled"], 0, steps - 1),
-            "baseline: values": bool((torch.isfinite(learnt) & (learnt > 0)).all()),
+            "baseline: values": bool((np.isfinite(learnt) & (learnt > 0)).all()),
         }
     )
     return moved
 
 
 def checked_windows(state: Any, own: dict[str, Any]) -> dict[str, Any]:
-    """The windows in `state` whose names are in `own`, with their tensors on the CPU.
+    """The windows in `state` whose names are in `own`.
 
     Raises:
         StateError: one of them is not of the form of `own`'s, or its values cannot be; says where.
@@ -68,18 +69,18 @@ def checked_windows(state: Any, own: dict[str, Any]) -> dict[str, Any]:
     known = {name: part for name, part in own.items() if name in state}
     moved: dict[str, Any] = _like(state, known, "exporter state: numbers")
     for name, window in moved.items():
-        if any(tensor.shape[-1] != 1 for tensor in window.values()):
+        if any(array.shape[-1] != 1 for array in window.values()):
             raise StateError(f"exporter state: numbers: {name} is not of one number")
         _check(_window_checks(f"numbers: {name}", window))
     return moved
 
 
-def _window_checks(where: str, window: dict[str, torch.Tensor]) -> dict[str, bool]:
+def _window_checks(where: str, window: dict[str, npt.NDArray[Any]]) -> dict[str, bool]:
     size = len(window["values"])
     return {
         f"{where}: count": _within(window["count"], 0, size),
         f"{where}: next": _within(window["next"], 0, size - 1),
-        f"{where}: values": bool(torch.isfinite(window["values"]).all()),
+        f"{where}: values": bool(np.isfinite(window["values"]).all()),
     }
 
 
@@ -89,12 +90,12 @@ def _check(good: dict[str, bool]) -> None:
             raise StateError(f"exporter state: {where} has values that cannot be")
 
 
-def _within(tensor: torch.Tensor, low: int, high: int) -> bool:
-    return bool(((tensor >= low) & (tensor <= high)).all())
+def _within(array: npt.NDArray[Any], low: int, high: int) -> bool:
+    return bool(((array >= low) & (array <= high)).all())
 
 
 def _like(value: Any, own: Any, where: str) -> Any:
-    """`value` on the CPU, where it has the types and dimensions of `own`."""
+    """`value`, where it has the types and dimensions of `own`."""
     if not isinstance(value, type(own)):
         raise StateError(f"{where}: expected {type(own).__name__}, got {type(value).__name__}")
     if isinstance(own, dict):
@@ -102,11 +103,11 @@ def _like(value: Any, own: Any, where: str) -> Any:
         if missing:
             raise StateError(f"{where}: {missing[0]!r} is missing")
         return {key: _like(value[key], item, f"{where}: {key}") for key, item in own.items()}
-    if isinstance(own, torch.Tensor):
-        if value.dtype != own.dtype or value.ndim != own.ndim or value.is_meta or not len(value):
-            raise StateError(
-                f"{where}: expected {own.dtype} with {own.ndim} dimensions,"
-                f" got {value.dtype} with {value.ndim}"
-            )
-        return value.cpu()
+    if isinstance(own, np.ndarray) and (
+        value.dtype != own.dtype or value.ndim != own.ndim or not len(value)
+    ):
+        raise StateError(
+            f"{where}: expected {own.dtype} with {own.ndim} dimensions,"
+            f" got {value.dtype} with {value.ndim}"
+        )
     return value

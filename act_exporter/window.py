@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from act_exporter.rows import Array
 
@@ -69,11 +68,11 @@ class Window:
         return np.where(self._ready(), np.maximum(np.sqrt(variance), floor), np.nan)
 
     def state(self) -> dict[str, Any]:
-        """Values and counts as tensors; the sums follow from them."""
+        """Values and counts; the sums follow from them."""
         return {
-            "values": torch.from_numpy(self._values.copy()),
-            "count": torch.from_numpy(self._count.copy()),
-            "next": torch.from_numpy(self._next.copy()),
+            "values": self._values.copy(),
+            "count": self._count.copy(),
+            "next": self._next.copy(),
         }
 
     def restore(self, state: dict[str, Any], own: npt.NDArray[np.int64], saved: list[int]) -> None:
@@ -82,7 +81,7 @@ class Window:
         The state may be of a window of another size; as many of its newest values are kept.
         """
         self.clear()
-        ring = state["values"].numpy()
+        ring = state["values"]
         for tap, column in zip(own, saved, strict=True):
             count, following = int(state["count"][column]), int(state["next"][column])
             # Oldest first: a ring that is not full begins at its start.

@@ -6,8 +6,8 @@ import math
 
 from act_exporter.capacity.cost import Cost
 from act_exporter.capacity.series import MAX_SERIES, Series
-from act_exporter.exporter import Reduce
 from act_exporter.layers import Watch
+from act_exporter.torch_exporter import Reduce
 
 # Of its interval, what all work of Prometheus may take of one core in health. No rule group can
 # take more then, since each is evaluated on one; storms, queries and compaction have the rest.

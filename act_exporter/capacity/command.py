@@ -12,7 +12,7 @@ from act_exporter.capacity.advice import advice, prometheus_needed
 from act_exporter.capacity.cost import DAYS, Cost, cost
 from act_exporter.capacity.series import RUN_SERIES, Series, count
 from act_exporter.exceptions import ActExporterError
-from act_exporter.exporter import Reduce
+from act_exporter.torch_exporter import Reduce
 from act_exporter.watch.screen import seconds_of
 
 _WIDTH = 100

@@ -9,11 +9,11 @@ from act_exporter.attention import AttentionLogits
 from act_exporter.capacity.decoder import Decoder
 from act_exporter.collector import LayerPage
 from act_exporter.exceptions import SettingError
-from act_exporter.exporter import Reduce
 from act_exporter.gradients import Gradients
 from act_exporter.history import Thresholds
 from act_exporter.layers import Watch, find_taps
 from act_exporter.start import start_exporter
+from act_exporter.torch_exporter import Reduce
 from act_exporter.updates import Updates
 
 MAX_SERIES: int = inspect.signature(start_exporter).parameters["max_series"].default

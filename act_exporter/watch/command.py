@@ -8,8 +8,8 @@ import sys
 import typer
 from rich.console import Console
 
+from act_exporter.environment import DEFAULT_PORT
 from act_exporter.exceptions import ActExporterError
-from act_exporter.start import DEFAULT_PORT
 
 
 def watch(

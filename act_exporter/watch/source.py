@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
+from act_exporter.environment import DEFAULT_PORT
 from act_exporter.exceptions import SettingError
-from act_exporter.start import DEFAULT_PORT
 from act_exporter.watch.page import Page, PageError, clean, parse
 
 # A page of 20,000 series, the exporter's own limit, has 2 MB. What is served by mistake may have

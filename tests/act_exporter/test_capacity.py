@@ -18,9 +18,10 @@ from act_exporter.capacity.decoder import Decoder
 from act_exporter.capacity.series import MAX_SERIES, RUN_SERIES, count
 from act_exporter.collector import FAMILIES, LayerPage
 from act_exporter.exceptions import NothingToWatchError, SettingError
-from act_exporter.exporter import Exporter, Reduce
+from act_exporter.exporter import Reduce
 from act_exporter.history import Thresholds
 from act_exporter.layers import find_taps
+from act_exporter.torch_exporter import TorchExporter
 
 SETTLED_STEPS = 130
 """A baseline is given; growth is known after 100."""
@@ -40,7 +41,7 @@ def page(watch: str, reduce: Reduce, layers: int = 3) -> Counter[str]:
     torch.manual_seed(0)
     model = Decoder(layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    with Exporter(
+    with TorchExporter(
         model,
         run="gpt",
         rank=0,

@@ -24,17 +24,22 @@ from torch.nn import functional as F
 
 from act_exporter import Thresholds, start_exporter, statistics
 from act_exporter.exporter import Exporter
+from act_exporter.torch_exporter import TorchExporter
 from tests.act_exporter.models import gpt
 
 MODULES = (
     "hooks",
     "probe",
     "statistics",
+    "rows",
+    "sample",
     "steps",
     "history",
     "window",
     "baseline",
     "exporter",
+    "torch_exporter",
+    "torch_instrumentation",
     "chronicle",
     "collector",
     "gradients",
@@ -55,6 +60,7 @@ MODULES = (
     "memory",
     "ranks",
     "faults",
+    "fault_hook",
     "live.alerts",
     "live.conditions",
     "live.guard",
@@ -89,12 +95,15 @@ AT_START_OR_CLOSE = {
     "ranks.Ranks.close",
     "updates.Updates.close",
     "updates.Updates.series",
+    "torch_instrumentation.TorchInstrumentation.close",
+    "torch_instrumentation.TorchInstrumentation.joined",
+    "torch_instrumentation.TorchInstrumentation.series",
+    "torch_instrumentation.TorchInstrumentation.speaks",
     "exporter.Exporter.__enter__",
     "exporter.Exporter.__exit__",
     "exporter.Exporter.close",
     "exporter.Exporter.serve",
     "exporter.Exporter._list",
-    "exporter.Exporter._speaks",
     "live.html._hash",  # of style and script, when the module is imported
     "faults.Faults.end",
     "faults.Faults._remove",
@@ -106,6 +115,16 @@ AT_START_OR_CLOSE = {
     "collector.constants",
 }
 FOR_THE_GUARD = {
+    "torch_instrumentation.TorchInstrumentation.drop",
+    "torch_instrumentation.TorchInstrumentation.forget",
+    "torch_instrumentation.TorchInstrumentation.idle",
+    "torch_instrumentation.TorchInstrumentation.look_often",
+    "torch_instrumentation.TorchInstrumentation.restart",
+    "torch_instrumentation.TorchInstrumentation.set_step",
+    "torch_exporter.TorchExporter.load_state_dict",
+    "torch_exporter.TorchExporter.state_dict",
+    "transfer.arrays_of",
+    "transfer.tensors_of",
     "probe.Probe.forget",
     "ranks.Ranks.forget",
     "steps.Steps.restart",
@@ -201,6 +220,8 @@ ELSEWHERE = {
     "norms.Shards.norms",
     "probe.Probe._clear",  # for the guard, and where copies do not arrive
     "probe.Probe.skip",  # in a step that is not sampled
+    "torch_instrumentation.TorchInstrumentation.skip",  # likewise
+    "rows.empty",  # of a sample that is lost
     "statistics._add_fused",
     "statistics.add_row_norm",  # of queries and keys that have modules of their own
     "training._excess",  # of a value that is high, once there is a window
@@ -213,9 +234,10 @@ ELSEWHERE = {
     "exporter.Exporter._refresh_target",  # one try, in the server's thread, where there is one
     "exporter.Exporter.inject_fault",  # raised to who asks for a fault, and what it puts in place
     "faults.Faults.arm",
-    "faults.Faults._module",
+    "torch_instrumentation.TorchInstrumentation.fault",
+    "faults.Faults._check",
     "faults._Fault.in_force",
-    "faults._FaultHook.__call__",
+    "fault_hook.FaultHook.__call__",
 }
 
 # Called on an accelerator, or of tensors that this model has not; here the CPU takes the same way.
@@ -296,7 +318,7 @@ def run(
         options["reduce"] = "global"
     with tempfile.TemporaryDirectory() as folder:
         options["journal"] = Path(folder)
-        exporter = Exporter(model, run="test", rank=0, **options) if watched else None
+        exporter = TorchExporter(model, run="test", rank=0, **options) if watched else None
         then()
         errors = _train(model, optimizer, exporter)
     return [parameter.detach() for parameter in model.parameters()], errors

@@ -29,6 +29,7 @@ from torch import nn
 from act_exporter import Exporter, SettingError, StateError, Thresholds, start_exporter
 from act_exporter.levels import learn_levels, write_levels
 from act_exporter.records import Reader
+from act_exporter.torch_exporter import TorchExporter
 from deploy.demo.servers import wait_for
 from tests.act_exporter.models import gpt, train
 
@@ -231,7 +232,7 @@ class TestTraining:
     ) -> None:
         """By a clock for which a sampled step takes half as long again."""
         now = 0.0
-        with Exporter(
+        with TorchExporter(
             model,
             run="test",
             rank=0,

@@ -25,6 +25,7 @@ from act_exporter.history import Thresholds
 from act_exporter.layers import find_taps
 from act_exporter.sample import Update
 from act_exporter.steps import Steps
+from act_exporter.torch_exporter import TorchExporter
 from act_exporter.updates import Updates
 from tests.act_exporter.models import gpt, train
 from tests.act_exporter.test_gradients import in_two_processes
@@ -84,7 +85,7 @@ def matrices(model: nn.Module) -> list[nn.Parameter]:
 
 
 def exporter_of(model: nn.Module, gradients: Which = True) -> Exporter:
-    return Exporter(
+    return TorchExporter(
         model,
         run="test",
         rank=0,

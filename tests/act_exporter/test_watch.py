@@ -25,6 +25,7 @@ from torch import nn
 
 from act_exporter.exceptions import SettingError
 from act_exporter.exporter import Exporter
+from act_exporter.torch_exporter import TorchExporter
 from act_exporter.watch.screen import show
 from tests.act_exporter.models import gpt, train
 from tests.act_exporter.watched import FAULTY, QUICK, address, answering, exporting, wait_until
@@ -188,7 +189,7 @@ class TestOnce:
         assert f"▲ {FAULTY} output" in shown
 
     def test_before_the_first_sampled_step_it_waits(self) -> None:
-        exporter = Exporter(
+        exporter = TorchExporter(
             gpt(), run="gpt", rank=0, watch="sublayers", sample_every=1, thresholds=QUICK
         )
         with exporter:

@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from act_exporter.exporter import Exporter
+from act_exporter.torch_exporter import TorchExporter
 from act_exporter.watch.frame import Frame
 from act_exporter.watch.source import Source
 from act_exporter.watch.trail import Trail
@@ -35,7 +36,7 @@ def frame() -> Frame:
     """What is shown some steps after the fault."""
     torch.manual_seed(0)
     model = GPT(layers=4, width=32, heads=4, context=32)
-    exporter = Exporter(
+    exporter = TorchExporter(
         model, run="gpt", rank=0, watch="sublayers", sample_every=1, thresholds=QUICK
     )
     trail = Trail()

@@ -13,6 +13,7 @@ from torch import nn
 
 from act_exporter import Thresholds
 from act_exporter.exporter import Exporter
+from act_exporter.torch_exporter import TorchExporter
 from tests.act_exporter.models import gpt, train
 
 # Baselines after 20 steps, windows after 10.
@@ -32,7 +33,7 @@ def exporting(
     """A small GPT in training, its page served; a few steps into the fault, where there is one."""
     torch.manual_seed(rank)
     model = model or gpt()
-    exporter = Exporter(
+    exporter = TorchExporter(
         model, run=run, rank=rank, watch="sublayers", sample_every=1, thresholds=QUICK
     )
     with exporter:

@@ -45,7 +45,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from act_exporter.exporter import Exporter
 from act_exporter.history import Thresholds
 from act_exporter.journal import Journal
 from act_exporter.layers import find_taps
@@ -53,6 +52,7 @@ from act_exporter.report import words as report_words
 from act_exporter.report.incident import find_incidents, look_closely, most_telling
 from act_exporter.report.reading import read
 from act_exporter.report.story import tell
+from act_exporter.torch_exporter import TorchExporter
 from act_exporter.watch.page import parse
 from act_exporter.watch.source import Reading
 from act_exporter.watch.words import headline
@@ -170,7 +170,7 @@ class _Run:
         self._now = float(START)
         self._training = training
         self._taps = find_taps(training.model)
-        self.exporter = Exporter(
+        self.exporter = TorchExporter(
             training.model,
             run="gpt",
             rank=0,

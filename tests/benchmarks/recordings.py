@@ -29,9 +29,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from act_exporter.exporter import Exporter
 from act_exporter.history import Thresholds
 from act_exporter.layers import find_taps
+from act_exporter.torch_exporter import TorchExporter
 from tests.benchmarks import trainees
 from tests.benchmarks.faults import Fault
 from tests.benchmarks.trainees import Schedule, Training
@@ -169,7 +169,7 @@ class _Recorder:
     def __init__(self, training: Training, label: str, pace: float) -> None:
         self._now = float(START)
         self._training = training
-        self._exporter = Exporter(
+        self._exporter = TorchExporter(
             training.model,
             run=label,
             rank=0,

@@ -38,6 +38,7 @@ from torch import nn
 from act_exporter.collector import FAMILIES
 from act_exporter.exporter import Exporter
 from act_exporter.history import Layers, Thresholds
+from act_exporter.torch_exporter import TorchExporter
 from tests.benchmarks.report import parser_of, setting, write
 from tests.benchmarks.turns import over, timed
 
@@ -95,7 +96,7 @@ def exporter_of(series: int) -> Exporter:
     """An exporter with about so many layer series, after some training."""
     each = sum(len(family.label[1]) if family.label else 1 for family in FAMILIES)
     model = Chain(max(series // each, 1))
-    exporter = Exporter(
+    exporter = TorchExporter(
         model, run="scrape", rank=0, watch="all", sample_every=1, thresholds=Thresholds()
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
