@@ -121,22 +121,23 @@ class Calls:
         return call
 
     def _is_training(self, kwargs: dict[str, Any]) -> bool:
+        training = None
         try:
             if in_stateless_scope():
                 return False  # only shapes are being found out
             training = kwargs.get("training")
-            if training is None:  # a layer that takes none: as the call around it was told
-                context = global_state.get_global_attribute("current_call_ctx")
-                training = None if context is None else context.get_value("training")
-            return self.in_step if training is None else training is True
+            context = global_state.get_global_attribute("current_call_ctx")
+            if training is None and context is not None:
+                # A layer that takes none: as the call around it was told.
+                training = context.get_value("training")
         except Exception as error:
             self._failed(error)
-            return False
+        return self.in_step if training is None else training is True
 
     def _begin(self, index: int | None, values: Any) -> None:
         self._nesting += 1
         try:
-            if self._nesting == 1 and not (tf.executing_eagerly() and not self.active):
+            if self._nesting == 1:
                 keep(self._forwards)
                 self._forwards.assign_add(1.0)
         except Exception as error:

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from act_exporter.integrations.keras.reductions import log_partition, merged, row_norm, row_of
 from act_exporter.integrations.keras.layers import LayerTap
-from act_exporter.rows import COLUMNS, Array, empty
+from act_exporter.integrations.keras.reductions import log_partition, merged, row_norm, row_of
+from act_exporter.rows import Array, empty
 
 # A graph knows its variables weakly, and one that has lost one fails. So each is kept for as long
 # as a graph that has it, which may outlive the exporter.
@@ -144,7 +144,10 @@ class Numbers(Matrix):
         number = tf.cast(tf.convert_to_tensor(value), tf.float64)
         if number.shape.num_elements() not in (1, None):
             raise ValueError(f"{name} has {number.shape.num_elements()} elements, not one")
-        self.put(self._names.index(name), tf.stack([tf.constant(1.0, tf.float64), tf.reshape(number, ())]))
+        self.put(
+            self._names.index(name),
+            tf.stack([tf.constant(1.0, tf.float64), tf.reshape(number, ())]),
+        )
 
     def values(self, matrix: Array) -> dict[str, float]:
         """Those that were kept, of the matrix on the host."""

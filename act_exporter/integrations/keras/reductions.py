@@ -142,7 +142,9 @@ def merged(before: tf.Tensor, added: tf.Tensor) -> tf.Tensor:
     """One row of two, (COLUMNS,) each; the log-partition is that of the last call that has one."""
     sums = before[SUMS] + added[SUMS]
     low = tf.minimum(before[Column.MIN], added[Column.MIN])
-    high = tf.maximum(before[Column.MAX : Column.LOG_PARTITION], added[Column.MAX : Column.LOG_PARTITION])
+    high = tf.maximum(
+        before[Column.MAX : Column.LOG_PARTITION], added[Column.MAX : Column.LOG_PARTITION]
+    )
     partition = tf.where(
         tf.equal(added[Column.LOG_PARTITION], float("-inf")),
         before[Column.LOG_PARTITION],
