@@ -6,11 +6,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# TensorFlow lives apart, without torch: that is how its trainers have this package.
+KERAS := .venv-keras
+KERAS_INSTALLED := $(KERAS)/.installed
 # Half of the suite waits for servers. A file stays with one worker, which shares what it sets up.
 WORKERS := --numprocesses=auto --maxprocesses=4 --dist=loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup servers browser demo dashboards manifests test test-faults bench lint fmt clean
+.PHONY: help setup servers browser demo dashboards manifests test test-keras test-faults bench lint fmt clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -21,6 +24,13 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@echo "Installing into $(VENV): torch and what the tests need, about a minute"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(KERAS_INSTALLED): pyproject.toml constraints.txt
+	@echo "Installing into $(KERAS): TensorFlow and what its tests need, about a minute"
+	@$(PYTHON) -m venv $(KERAS)
+	@$(KERAS)/bin/python -m pip install --quiet -c constraints.txt -e '.[keras,alerting]' \
+		pytest pytest-timeout pytest-xdist
 	@touch $@
 
 servers:
@@ -41,6 +51,10 @@ manifests: $(INSTALLED) ## render deploy/kubernetes/manifests from rules, routes
 test: setup browser ## all tests, those with real servers included; ARGS='-k words' chooses
 	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
+# Of the helpers of the other tests most need torch, their conftest too.
+test-keras: $(KERAS_INSTALLED) servers ## the tests of Keras on TensorFlow, in an environment without torch
+	$(KERAS)/bin/python -m pytest --confcutdir=tests/keras $(WORKERS) tests/keras $(ARGS)
+
 test-faults: setup ## all faults of recovery, and what each cost; writes build/faults.json (minutes)
 	$(BIN)/python -m tests.faults $(ARGS)
 
@@ -57,4 +71,4 @@ fmt: $(INSTALLED) ## let ruff format and mend what it can
 	$(BIN)/ruff check --fix .
 
 clean: ## remove what the other targets made
-	rm -rf $(VENV) .servers tests/node/node_modules build dist
+	rm -rf $(VENV) $(KERAS) .servers tests/node/node_modules build dist

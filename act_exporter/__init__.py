@@ -32,8 +32,16 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> object:
     # Imported when used: it needs torch, which a trainer of another framework may not have.
     if name == "start_exporter":
-        from act_exporter.start import start_exporter
-
+        try:
+            from act_exporter.start import start_exporter
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            raise ImportError(
+                "start_exporter watches models of torch, which is not installed: pip install"
+                " 'act-exporter[torch]'; act_exporter.integrations has exporters for Keras and for"
+                " trainers that hand over arrays"
+            ) from None
         return start_exporter
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

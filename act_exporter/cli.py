@@ -10,11 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from torch import nn
-
 from act_exporter.collector import LayerPage
 from act_exporter.exceptions import ActExporterError, SettingError
-from act_exporter.layers import find_taps
 from act_exporter.levels import BASELINE_STEPS
 from act_exporter.loading import call, find_function
 from act_exporter.progress import progress
@@ -22,6 +19,7 @@ from act_exporter.taps import Tap
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from torch import nn
 
 
 def main() -> None:
@@ -93,6 +91,8 @@ def main() -> None:
         act-exporter layers train:build_model --watch "*.attn" --watch "*.mlp"
         """
         from rich.console import Console
+
+        from act_exporter.layers import find_taps
 
         try:
             taps = find_taps(_build(target), _watch(watch))
@@ -237,7 +237,12 @@ def main() -> None:
         """Print the version."""
         typer.echo(__version__)
 
-    app()
+    try:
+        app()
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        sys.exit("act-exporter: this command needs torch: pip install 'act-exporter[torch]'")
 
 
 @contextlib.contextmanager
@@ -252,6 +257,8 @@ def _opened(output: Path | None) -> Iterator[TextIO]:
 
 def _build(target: str) -> nn.Module:
     """The model that the user's `module:function` returns."""
+    from torch import nn
+
     model = call(target, find_function(target))
     if not isinstance(model, nn.Module):
         raise SettingError(f"{target} returned {type(model).__name__}, which is no torch.nn.Module")

@@ -5,3 +5,6 @@ from __future__ import annotations
 import torch
 
 torch.set_num_threads(1)
+
+# Without torch, in an environment of their own: `make test-keras`.
+collect_ignore = ["keras"]

@@ -8,10 +8,12 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from act_exporter.doctor.finding import SEVERITIES, Finding
-from act_exporter.doctor.trace import Seen
+
+if TYPE_CHECKING:
+    from act_exporter.doctor.trace import Seen
 from act_exporter.records import spelled
 
 _WIDTH = 100
