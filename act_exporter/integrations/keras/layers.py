@@ -48,10 +48,11 @@ def find_taps(model: keras.Model, watch: Watch = "sublayers") -> list[LayerTap]:
         NothingToWatchError: nothing in the model is selected.
         SettingError: `watch` is none of the above, or the model is not built.
     """
-    if not model.built:
+    # `Model.build` calls itself done where a subclass has layers that it knows nothing of.
+    if not (model.built and model.weights):
         raise SettingError(
-            f"{type(model).__name__} is not built, and has no layers to watch yet: call it once on"
-            " a batch, or `model.build(shape)`, before the exporter starts"
+            f"{type(model).__name__} is not built, and has no weights yet: call it once on a batch"
+            " before the exporter starts"
         )
     parts = dict(walk(model))
     if watch == "sublayers":
