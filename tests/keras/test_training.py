@@ -285,5 +285,5 @@ class TestNothingChanges:
             optimizer = model.optimizer
         assert [set(vars(own)) - {"_eval_epoch_iterator"} for own in owners] == before
         assert "_backend_apply_gradients" not in vars(optimizer)
-        assert not hasattr(model.train_function, "_act_exporter")
+        assert not hasattr(model.train_function, "__wrapped__")
         model.fit(*numbers(), batch_size=8, verbose=0)

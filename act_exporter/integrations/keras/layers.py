@@ -236,8 +236,8 @@ def _query_and_key(
     if len(found) < 2:
         return []  # one alone bounds nothing
     taps = []
-    for made in ("query", "key"):
-        tap = _tap(found[made], "output", parts, block)
+    for part in ("query", "key"):
+        tap = _tap(found[part], "output", parts, block)
         weights = tap.watched.weights
         if weights:  # the last dimension of what it puts out
             width = int(weights[0].shape[-1])
