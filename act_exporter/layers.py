@@ -9,36 +9,21 @@ reached 195,000.
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import itertools
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import nn
 
-from act_exporter.exceptions import NothingToWatchError, SettingError
+from act_exporter.exceptions import NothingToWatchError
+from act_exporter.names import ATTENTION, NORM, heads, query_or_key, selector
 from act_exporter.taps import LOGITS_LIMIT, Heads, Side, Tap
 
 Watch = str | Sequence[str] | Callable[[str, nn.Module], bool]
 
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-_ATTENTION = re.compile(r"attn|attention|mixer", re.IGNORECASE)  # or what stands in its place
-_NORM = re.compile(r"norm|^ln", re.IGNORECASE)
-
-# What makes an attention's query or key, or norms it: q_proj, wq, to_q, query, q_lin, q_norm, ...
-_QUERY_OR_KEY = re.compile(
-    r"(?:to_|linear_|norm_|w)?(?:(?P<query>q|query)|k|key)"
-    r"(?:_?(?:proj|lin|linear|norm|layernorm|ln))?"
-)
-
-# What attentions call the width of a head, their number, and the factor on the logits.
-_HEAD_DIMS = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "d_head")
-_HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
-_SCALES = ("scaling", "scale", "softmax_scale")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +57,7 @@ def find_taps(model: nn.Module, watch: Watch = "sublayers") -> list[ModuleTap]:
     elif watch == "blocks":
         taps = [tap for block in _blocks(modules) for tap in _output(block, modules)]
     else:
-        selects = _selector(watch)
+        selects = selector(watch)
         taps = [
             _tap(name, "output", modules)
             for name, module in modules.items()
@@ -85,17 +70,6 @@ def find_taps(model: nn.Module, watch: Watch = "sublayers") -> list[ModuleTap]:
             f" its modules are: {', '.join(list(modules)[:20]) or 'none'}"
         )
     return unique
-
-
-def _selector(watch: Watch) -> Callable[[str, nn.Module], bool]:
-    if callable(watch):
-        return watch
-    globs = ["*" if watch == "all" else watch] if isinstance(watch, str) else list(watch)
-    if not globs or not all(isinstance(glob, str) for glob in globs):
-        raise SettingError(
-            f"watch={watch!r}: expected 'sublayers', 'blocks', 'all', globs or a function"
-        )
-    return lambda name, _module: any(fnmatch.fnmatchcase(name, glob) for glob in globs)
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -257,7 +231,7 @@ def _sublayers(modules: dict[str, nn.Module]) -> Iterator[ModuleTap]:
         if _is_leaf(module) and not any(name.startswith(f"{block}.") for block in blocks)
     ]
     embeddings = [name for name in outside if isinstance(modules[name], nn.Embedding)]
-    norms = [name for name in outside if _NORM.search(type(modules[name]).__name__)]
+    norms = [name for name in outside if NORM.search(type(modules[name]).__name__)]
     heads = [name for name in outside if is_projection(modules[name])]
     # The first of several that share a weight may only keep it for the others and never be called;
     # pixels and frames are embedded by a convolution or a matrix.
@@ -302,8 +276,8 @@ def _attentions(block: str, inside: list[str], modules: dict[str, nn.Module]) ->
     """The outermost attentions, by their own names in the block, else by their classes'."""
     # Norms beside the attention are called attention_norm in some models.
     parts = [n for n in inside if _is_called(modules[n]) and not _is_leaf(modules[n])]
-    found = [name for name in parts if _ATTENTION.search(name.removeprefix(block))] or [
-        name for name in parts if _ATTENTION.search(type(_unwrapped(modules[name])).__name__)
+    found = [name for name in parts if ATTENTION.search(name.removeprefix(block))] or [
+        name for name in parts if ATTENTION.search(type(_unwrapped(modules[name])).__name__)
     ]
     outer = tuple(f"{name}." for name in found)
     return [name for name in found if not name.startswith(outer)]
@@ -317,7 +291,7 @@ def _query_and_key(attention: str, block: str, modules: dict[str, nn.Module]) ->
         if made is None or not name.startswith(f"{attention}.") or not _is_called(module):
             continue
         is_query = made == "query"
-        if is_query not in found or _NORM.search(type(module).__name__):
+        if is_query not in found or NORM.search(type(module).__name__):
             found[is_query] = name
     if len(found) < 2:
         return []  # one alone bounds nothing
@@ -330,35 +304,12 @@ def _query_and_key(attention: str, block: str, modules: dict[str, nn.Module]) ->
     ]
 
 
-def query_or_key(layer: str) -> Literal["query", "key"] | None:
-    """What an attention's own part makes or norms, by the name that models give it."""
-    match = _QUERY_OR_KEY.fullmatch(layer.rpartition(".")[2])
-    if match is None:
-        return None
-    return "query" if match["query"] is not None else "key"
-
-
 def _heads(attention: str, name: str, modules: dict[str, nn.Module]) -> Heads | None:
     """How the output of the module `name` is cut into heads, by what its parent says of itself."""
     weight = getattr(_adapted(modules[name]), "weight", None)
     if not isinstance(weight, torch.Tensor) or isinstance(weight, nn.UninitializedParameter):
         return None
-    width = dim = weight.shape[0]  # a norm before the cut, or one head: a bound all the same
-    parent = modules.get(name.rpartition(".")[0])
-    for attribute in _HEAD_DIMS:
-        value = getattr(parent, attribute, None)
-        if isinstance(value, int) and value > 0 and width % value == 0:
-            dim = value
-            break
-    else:
-        for attribute in _HEAD_COUNTS:
-            value = getattr(parent, attribute, None)
-            if isinstance(value, int) and value > 0 and width % value == 0:
-                dim = width // value
-                break
-    scales = (getattr(parent, attribute, None) for attribute in _SCALES)
-    own = next((scale for scale in scales if isinstance(scale, float) and scale > 0), None)
-    return Heads(attention, dim, own if own is not None else dim**-0.5)
+    return heads(attention, weight.shape[0], modules.get(name.rpartition(".")[0]))
 
 
 def _mixture(block: str, name: str, modules: dict[str, nn.Module]) -> str | None:

@@ -17,7 +17,8 @@ from act_exporter.doctor.formats import FP16_MAX, uses_fp16
 from act_exporter.doctor.operations import Softmax, softmaxes
 from act_exporter.doctor.subject import Subject
 from act_exporter.doctor.trace import Seen
-from act_exporter.layers import is_projection, query_or_key
+from act_exporter.layers import is_projection
+from act_exporter.names import query_or_key
 
 FAULTS = {
     "large-logits": "Attention logits are so large that rows look at one key and learn no more.",

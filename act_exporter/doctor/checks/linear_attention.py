@@ -27,7 +27,8 @@ from act_exporter.doctor.finding import Finding
 from act_exporter.doctor.formats import uses_fp16
 from act_exporter.doctor.growth import Measured, Where, driven, in_float32, lengths, mixes
 from act_exporter.doctor.subject import Subject
-from act_exporter.layers import named_modules, query_or_key
+from act_exporter.layers import named_modules
+from act_exporter.names import query_or_key
 
 FAULTS = {
     "unbounded-feature-map": "The feature map of a linear attention grows exponentially.",
