@@ -1,4 +1,4 @@
-"""The guard with the real exporter of Keras: a layer goes bad, the run goes back, all is as before."""
+"""The guard with the real exporter: a layer goes bad, the run goes back, all is as before."""
 
 from __future__ import annotations
 
