@@ -11,10 +11,8 @@ from __future__ import annotations
 import argparse
 import logging
 import math
-import sysconfig
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -25,6 +23,7 @@ from act_exporter import start_exporter
 from act_exporter.doctor.remedies import linear_attention
 from alerting.exceptions import RecoveryHaltedError
 from alerting.recovery import TrainingGuard
+from deploy.demo.options import common_options
 from deploy.demo.text import BYTES, read_text
 
 log = logging.getLogger("train")
@@ -157,26 +156,8 @@ class Windows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--data",
-        type=Path,
-        default=Path(sysconfig.get_path("stdlib")),
-        help="folder with Python files to train on (default: the standard library)",
-    )
-    parser.add_argument("--log-dir", type=Path, default=Path("runs"), help="where run folders lie")
-    parser.add_argument("--run", default="gpt-demo", help="the run's name (default: %(default)s)")
-    parser.add_argument("--port", type=int, help="of /metrics (default: ACT_PORT, else 9460)")
-    parser.add_argument("--seed", type=int, default=1, help="default: %(default)s")
+    parser = common_options(__doc__)
     parser.add_argument("--precision", choices=PRECISIONS, default="fp32")
-    parser.add_argument("--steps", type=int, default=2000, help="default: %(default)s")
-    parser.add_argument("--layers", type=int, default=4, help="default: %(default)s")
-    parser.add_argument("--width", type=int, default=128, help="default: %(default)s")
-    parser.add_argument("--context", type=int, default=96, help="default: %(default)s")
-    parser.add_argument("--batch", type=int, default=8, help="default: %(default)s")
-    parser.add_argument("--save-every", type=int, default=500, help="steps (default: %(default)s)")
     parser.add_argument(
         "--attention",
         choices=ATTENTIONS,
@@ -189,11 +170,7 @@ def arguments() -> argparse.Namespace:
         default=0,
         help="save the batch of the first bad step, if it has no more bytes (default: never)",
     )
-    parser.add_argument(
-        "--fault-step", type=int, help="multiply one inner layer's weights before this step"
-    )
     parser.add_argument("--fault-layer", default="blocks.1.attn.qkv", help="default: %(default)s")
-    parser.add_argument("--fault-factor", type=float, default=100.0, help="default: %(default)s")
     return parser.parse_args()
 
 

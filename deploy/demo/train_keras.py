@@ -8,10 +8,7 @@ marked (1) and (2). Start it by hand:
 
 from __future__ import annotations
 
-import argparse
 import logging
-import sysconfig
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -20,6 +17,7 @@ import numpy as np
 from act_exporter.integrations.keras import start_exporter
 from alerting.exceptions import RecoveryHaltedError
 from alerting.recovery.keras import KerasGuard
+from deploy.demo.options import common_options
 from deploy.demo.text import BYTES, read_text
 
 log = logging.getLogger("train")
@@ -99,33 +97,6 @@ class Diary(keras.callbacks.Callback):
             log.info("step %d", step)
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--data",
-        type=Path,
-        default=Path(sysconfig.get_path("stdlib")),
-        help="folder with Python files to train on (default: the standard library)",
-    )
-    parser.add_argument("--log-dir", type=Path, default=Path("runs"), help="where run folders lie")
-    parser.add_argument("--run", default="gpt-demo", help="the run's name (default: %(default)s)")
-    parser.add_argument("--port", type=int, help="of /metrics (default: ACT_PORT, else 9460)")
-    parser.add_argument("--seed", type=int, default=1, help="default: %(default)s")
-    parser.add_argument("--steps", type=int, default=2000, help="default: %(default)s")
-    parser.add_argument("--layers", type=int, default=4, help="default: %(default)s")
-    parser.add_argument("--width", type=int, default=128, help="default: %(default)s")
-    parser.add_argument("--context", type=int, default=96, help="default: %(default)s")
-    parser.add_argument("--batch", type=int, default=8, help="default: %(default)s")
-    parser.add_argument("--save-every", type=int, default=500, help="steps (default: %(default)s)")
-    parser.add_argument(
-        "--fault-step", type=int, help="multiply one inner layer's weights before this step"
-    )
-    parser.add_argument("--fault-factor", type=float, default=100.0, help="default: %(default)s")
-    return parser.parse_args()
-
-
 def windows(text: bytes, context: int, count: int) -> tuple[Any, Any]:
     """The first `count` windows of a text, (count, context), and the same shifted by one."""
     data = np.frombuffer(text, dtype=np.uint8).astype(np.int32)
@@ -135,7 +106,7 @@ def windows(text: bytes, context: int, count: int) -> tuple[Any, Any]:
 
 
 def main() -> None:
-    args = arguments()
+    args = common_options(__doc__).parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     keras.utils.set_random_seed(args.seed)
 
