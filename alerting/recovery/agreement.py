@@ -13,11 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
+import numpy
+from numpy.typing import NDArray
 
 from alerting.recovery.ranks import Ranks
 
-_NEVER = torch.iinfo(torch.int64).min
+_NEVER = numpy.iinfo(numpy.int64).min
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,15 +43,15 @@ class Vote:
     failed: bool = False
     onset: int | None = None
 
-    def to_tensor(self) -> torch.Tensor:
-        """As int64, so that the largest of each element is the sum of the votes."""
+    def to_array(self) -> NDArray[numpy.int64]:
+        """As numbers of which the largest of each is the sum of the votes."""
         onset = _NEVER if self.onset is None else -self.onset
         flags = self.recover, self.back_up, self.save, self.stop, self.writing, self.failed
-        return torch.tensor([*map(int, flags), onset], dtype=torch.int64)
+        return numpy.array([*map(int, flags), onset], dtype=numpy.int64)
 
     @classmethod
-    def from_tensor(cls, values: torch.Tensor) -> Vote:
-        """What `to_tensor` gave."""
+    def from_array(cls, values: NDArray[numpy.int64]) -> Vote:
+        """What `to_array` gave."""
         recover, back_up, save, stop, writing, failed, onset = values.tolist()
         return cls(
             recover=bool(recover),
@@ -78,7 +79,7 @@ class Agreement:
     def __init__(self, ranks: Ranks, every: int) -> None:
         self._ranks = ranks
         self._every = every
-        self._votes: torch.Tensor | None = None
+        self._votes: NDArray[numpy.int64] | None = None
         self._wait: Callable[[], None] | None = None
         self.ahead = 0 if ranks.size == 1 else every
 
@@ -103,7 +104,7 @@ class Agreement:
             self._cast(vote())
 
     def _cast(self, vote: Vote) -> None:
-        self._votes = vote.to_tensor()
+        self._votes = vote.to_array()
         self._wait = self._ranks.combine(self._votes)
 
     def _count(self) -> Vote | None:
@@ -111,4 +112,4 @@ class Agreement:
             return None
         self._wait()
         self._wait = None
-        return Vote.from_tensor(self._votes)
+        return Vote.from_array(self._votes)

@@ -16,11 +16,12 @@ from torch import nn
 from alerting.exceptions import ConfigError
 from alerting.recovery.batches import FOLDER, Batches
 from alerting.recovery.detector import Detector, Unwatched
-from alerting.recovery.position import LoaderPosition
-from alerting.recovery.ranks import ranks, require_ranks
+from alerting.recovery.loader_position import LoaderPosition
 from alerting.recovery.remedies import DEFAULT, Remedies, Remedy
 from alerting.recovery.run import GuardedRun
 from alerting.recovery.settings import RecoverBy, Settings, require_whole, run_name
+from alerting.recovery.torch_ranks import ranks, require_ranks
+from alerting.recovery.torch_steps import TorchSteps
 from alerting.recovery.training_state import Stateful, TrainingState
 from alerting.recovery.treatment import Treatment
 
@@ -148,7 +149,9 @@ class TrainingGuard:
             ranks=self._ranks,
             settings=settings,
             remedies=planned,
-            treatment=Treatment(optimizer, self._position, planned.functions, self._ranks.size),
+            treatment=Treatment(
+                TorchSteps(optimizer), self._position, planned.functions, self._ranks.size
+            ),
             on_look=self._batches.look,
         )
 

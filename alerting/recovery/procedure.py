@@ -15,7 +15,7 @@ from alerting.recovery.detector import Detector
 from alerting.recovery.ledger import LedgerFile, Recovery
 from alerting.recovery.lineage import Checkpoint
 from alerting.recovery.mailbox import Mailbox
-from alerting.recovery.position import LoaderPosition
+from alerting.recovery.position import Position
 from alerting.recovery.ranks import Ranks
 from alerting.recovery.rollback import Rollback
 from alerting.recovery.saver import Saver
@@ -51,7 +51,7 @@ class RecoveryProcedure:
         detector: Detector,
         ranks: Ranks,
         step_times: StepTimes,
-        position: LoaderPosition,
+        position: Position,
         watched: bool,
         restart: bool,
         detection_lag_seconds: float,

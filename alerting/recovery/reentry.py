@@ -6,7 +6,6 @@ a rollback its loop is left and entered again, in the same process, with the che
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,17 +14,18 @@ from typing import Any, Protocol, Unpack
 import torch
 
 from alerting.exceptions import CheckpointError
-from alerting.files import sync_folder
+from alerting.files import sync_file, sync_folder
 from alerting.recovery import rng
 from alerting.recovery.detector import Detector, Unwatched, take_over
-from alerting.recovery.failures import FAILURES, cause
+from alerting.recovery.failures import cause
 from alerting.recovery.manifest import DataPosition
-from alerting.recovery.ranks import Ranks, ranks
+from alerting.recovery.ranks import Ranks
 from alerting.recovery.remedies import Remedies
 from alerting.recovery.run import GuardedRun
 from alerting.recovery.settings import GivenSettings, Settings, run_name
 from alerting.recovery.staging import staged
-from alerting.recovery.state import rank_file
+from alerting.recovery.state import rank_file, require_own
+from alerting.recovery.torch_ranks import ranks
 from alerting.recovery.treatment import Untreated
 
 
@@ -87,7 +87,7 @@ class Written:
         # Which rank wrote which of the framework's files only the framework knows.
         files = [own, *_framework_files(folder)] if ranks.rank == 0 else [own]
         for file in files:
-            _sync(file)
+            sync_file(file)
         for parent in {file.parent for file in files} - {folder}:
             sync_folder(parent)
         return files
@@ -156,9 +156,10 @@ class FrameworkState:
 
     def _read(self, folder: Path) -> dict[str, Any]:
         path = folder / rank_file(self._ranks.rank)
+        require_own(path, self._framework.name)
         try:
             rank: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
-        except FAILURES as error:
+        except Exception as error:
             raise CheckpointError(
                 f"checkpoint {folder.name} cannot be loaded: {cause(error)}"
             ) from error
@@ -220,11 +221,3 @@ def _framework_files(folder: Path) -> Iterator[Path]:
         # At the top lie the ranks' own, which they may be writing.
         if path.is_file() and path.parent != folder:
             yield path
-
-
-def _sync(file: Path) -> None:
-    descriptor = os.open(file, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -13,26 +13,18 @@ import numpy
 import torch
 import torch.distributed as dist
 
+from alerting.recovery import random_state
+
 log = logging.getLogger(__name__)
 
 
 def capture() -> dict[str, Any]:
     """The state of every global generator of this process."""
-    version, words, gauss_next = random.getstate()
-    name, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)
+    state = random_state.capture()
+    for generator, words in (("python", "words"), ("numpy", "keys")):
+        state[generator][words] = torch.from_numpy(state[generator][words])
     return {
-        "python": {
-            "version": version,
-            "words": torch.tensor(words, dtype=torch.int64),
-            "gauss_next": gauss_next,
-        },
-        "numpy": {
-            "name": str(name),
-            "keys": torch.from_numpy(numpy.asarray(keys).astype(numpy.int64)),
-            "position": int(position),
-            "has_gauss": int(has_gauss),
-            "cached_gaussian": float(cached),
-        },
+        **state,
         "torch": torch.get_rng_state(),
         "cuda": [torch.cuda.get_rng_state(device) for device in _devices()],
     }
@@ -51,18 +43,7 @@ def _devices() -> list[int]:
 
 def restore(state: dict[str, Any]) -> None:
     """Set every global generator to what `capture` gave."""
-    python = state["python"]
-    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss_next"]))
-    legacy = state["numpy"]
-    numpy.random.set_state(
-        (
-            legacy["name"],
-            legacy["keys"].numpy().astype(numpy.uint32),
-            legacy["position"],
-            legacy["has_gauss"],
-            legacy["cached_gaussian"],
-        )
-    )
+    random_state.restore(state)
     torch.set_rng_state(state["torch"])
     devices = _devices() if state["cuda"] else []
     if len(devices) < len(state["cuda"]):

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from alerting.exceptions import CheckpointError
 from alerting.recovery.checkpoints import CheckpointStore
 from alerting.recovery.chronicle import Chronicle
-from alerting.recovery.failures import FAILURES, cause
+from alerting.recovery.failures import cause
 from alerting.recovery.health import HealthRecord, verdict
 from alerting.recovery.ledger import LedgerFile
 from alerting.recovery.lineage import Checkpoint, before_onset, expendable, line
@@ -88,7 +88,7 @@ class Saver:
             # No rank begins to write before each has its copy, or it would wait for the others'.
             with self._ranks.united():
                 snapshot = self._state.capture(step, folder)
-        except FAILURES as error:
+        except Exception as error:
             raise self._failed(draft, error) from error
         self._save = Save(snapshot, draft, folder, self.writers, self._executor)
 
@@ -107,7 +107,7 @@ class Saver:
                 seconds = self._save.result()
             self._save = None
             checkpoint = self._ranks.lead(lambda: self._publish(manifest, seconds))
-        except FAILURES as error:
+        except Exception as error:
             self._save = None
             raise self._failed(manifest, error) from error
         return checkpoint

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
+from alerting.exceptions import CheckpointError
 from alerting.recovery.manifest import DataPosition
 from alerting.recovery.ranks import Ranks
 
@@ -16,6 +17,18 @@ def rank_file(rank: int) -> str:
     value of a key that several ranks save.
     """
     return f"rank-{rank:05d}.pt"
+
+
+def require_own(file: Path, framework: str) -> None:
+    """Refuse a checkpoint without `file`, which all that `framework` saved have.
+
+    Raises:
+        CheckpointError: it is not there. What has merely lost it is found corrupt before.
+    """
+    if not file.exists():
+        raise CheckpointError(
+            f"checkpoint {file.parent.name} was not saved by {framework}; choose another run folder"
+        )
 
 
 class Snapshot(Protocol):

@@ -13,6 +13,7 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
@@ -28,12 +29,12 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from alerting.exceptions import CheckpointError, ConfigError
 from alerting.recovery import rng
 from alerting.recovery.detector import Detector, take_over
-from alerting.recovery.failures import FAILURES, cause
+from alerting.recovery.loader_position import LoaderPosition
 from alerting.recovery.manifest import DataPosition
-from alerting.recovery.position import LoaderPosition
 from alerting.recovery.ranks import Ranks
 from alerting.recovery.staging import staged
-from alerting.recovery.state import rank_file
+from alerting.recovery.state import rank_file, require_own
+from alerting.recovery.torch_failures import FAILURES, cause
 
 
 class Stateful(Protocol):
@@ -63,7 +64,11 @@ class Snapshot:
     def write(self, folder: Path, ranks: Ranks) -> list[Path]:
         """See `alerting.recovery.state.Snapshot`."""
         alone = ranks.group is None
-        save(self.sharded, checkpoint_id=folder, process_group=ranks.group, no_dist=alone)
+        try:
+            save(self.sharded, checkpoint_id=folder, process_group=ranks.group, no_dist=alone)
+        except CheckpointException as error:
+            # It is no Exception, and who waits for the writing knows nothing of torch.
+            raise CheckpointError(cause(error)) from error
         own = folder / rank_file(ranks.rank)
         with own.open("wb") as file:
             torch.save(self.rank, file)
@@ -184,7 +189,9 @@ class TrainingState:
         ranks, source = self._ranks, self._ranks.rank % world_size
         # In parts: a rank that cannot go on must not leave the others inside the loading.
         with ranks.united():
-            rank = torch.load(folder / rank_file(source), weights_only=True, map_location="cpu")
+            own = folder / rank_file(source)
+            require_own(own, "torch")
+            rank = torch.load(own, weights_only=True, map_location="cpu")
             self._require_objects(folder.name, rank["others"].keys())
             # Gradients of the step that failed must not enter the first one after it.
             self._optimizer.zero_grad(set_to_none=True)

@@ -1,30 +1,36 @@
-"""The remedies in force: what they do to the loader, to the optimizer's steps, and when they end.
-
-The optimizer has hooks of this only while one of them needs it.
-"""
+"""The remedies in force: what they do to the data, to the optimizer's steps, and when they end."""
 
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
+import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Protocol
 
-import torch
-from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-
-from alerting.recovery.position import LoaderPosition
+from alerting.recovery.position import Nowhere, Position
 from alerting.recovery.remedies import Applied
 
 log = logging.getLogger(__name__)
+
+
+class Steps(Protocol):
+    """The steps of a framework's optimizer."""
+
+    def change(self, *, rate_factor: float, max_norm: float) -> None:
+        """From the next step on change them so, in place of what was said before.
+
+        Args:
+            rate_factor: the learning rate is multiplied by it; 1 for the scheduled one.
+            max_norm: of the gradients, without the loss scale; infinity for any.
+        """
+        ...
 
 
 class Treatment:
     """Each rank has one, and all do the same with it.
 
     Args:
-        optimizer: whose learning rate and gradients are changed.
+        steps: whose learning rate and gradients are changed.
         position: of the data, to skip in.
         functions: of the callbacks, by name.
         ranks: how many train.
@@ -35,18 +41,16 @@ class Treatment:
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
-        position: LoaderPosition,
+        steps: Steps,
+        position: Position,
         functions: Mapping[str, Callable[[bool], object]],
         ranks: int,
     ) -> None:
-        self._optimizer = optimizer
+        self._steps = steps
         self.position = position
         self._functions = functions
         self._ranks = ranks
         self._in_force: list[Applied] = []
-        self._hooks: list[Any] = []
-        self._scheduled: list[Any] | None = None
 
     def begin(self, remedies: Iterable[Applied], step: int) -> None:
         """The live state is that after `step` steps now: do what `remedies` says of it."""
@@ -58,7 +62,7 @@ class Treatment:
                 log.warning("step %d: %s", step, remedy)
                 self._in_force.append(remedy)
                 self._call(remedy, True)
-        self._hook()
+        self._change_steps()
 
     def step(self, step: int) -> None:
         """Step `step` is done: end what was to hold up to it."""
@@ -66,7 +70,7 @@ class Treatment:
         if not over:
             return
         self._in_force = [remedy for remedy in self._in_force if remedy not in over]
-        self._hook()
+        self._change_steps()
         for remedy in over:
             log.info("step %d: over: %s", step, remedy)
             self._call(remedy, False)
@@ -74,7 +78,7 @@ class Treatment:
     def end(self) -> None:
         """End all of it: the loop is left, or another state is loaded."""
         over, self._in_force = self._in_force, []
-        self._hook()
+        self._change_steps()
         for remedy in over:
             self._call(remedy, False)
 
@@ -95,68 +99,20 @@ class Treatment:
             return
         function(in_force)
 
-    def _hook(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._restore_rates()
-        self._hooks = []
-        if any(remedy.kind in ("learning-rate", "clip") for remedy in self._in_force):
-            self._hooks = [
-                self._optimizer.register_step_pre_hook(self._before),
-                self._optimizer.register_step_post_hook(self._after),
-            ]
-
-    def _before(self, *_: Any) -> None:
-        # Of a step that raised, or the rate would be lowered twice.
-        self._restore_rates()
-        for remedy in self._in_force:
-            if remedy.kind == "clip":
-                self._clip(remedy.parameters["max_norm"])
-            elif remedy.kind == "learning-rate":
-                groups = self._optimizer.param_groups
-                self._scheduled = [group["lr"] for group in groups]
-                for group in groups:
-                    # A new object, also where it is a tensor: the scheduler's stays as it is.
-                    group["lr"] = group["lr"] * remedy.parameters["factor"]
-
-    def _after(self, *_: Any) -> None:
-        self._restore_rates()
-
-    def _restore_rates(self) -> None:
-        if self._scheduled is not None:
-            for group, rate in zip(self._optimizer.param_groups, self._scheduled, strict=False):
-                group["lr"] = rate
-            self._scheduled = None
-
-    def _clip(self, max_norm: float) -> None:
-        # A fused optimizer divides the loss scale out itself, in its step.
-        scale = getattr(self._optimizer, "grad_scale", None)
-        # Sharded over different meshes, they do not go through one operator.
-        parts: dict[Any, list[torch.Tensor]] = defaultdict(list)
-        for group in self._optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    gradient = parameter.grad
-                    mesh = gradient.device_mesh if isinstance(gradient, DTensor) else None
-                    parts[mesh].append(parameter)
-        norms = []
-        for parameters in parts.values():
-            norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
-            norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        if not norms:
-            return
-        total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
-        if scale is not None:
-            total = total / scale
-        for parameters in parts.values():
-            clip_grads_with_norm_(parameters, max_norm, total)
+    def _change_steps(self) -> None:
+        # Of a kind there is one: two of the same place replace each other.
+        values = {remedy.kind: remedy.parameters for remedy in self._in_force}
+        self._steps.change(
+            rate_factor=values.get("learning-rate", {}).get("factor", 1.0),
+            max_norm=values.get("clip", {}).get("max_norm", math.inf),
+        )
 
 
 class Untreated:
     """Stands in where a framework owns the loop, the data and the optimizer: no remedy is given."""
 
     def __init__(self) -> None:
-        self.position = LoaderPosition(None)
+        self.position: Position = Nowhere()
 
     def begin(self, remedies: Iterable[Applied], step: int) -> None:
         """Nothing holds."""

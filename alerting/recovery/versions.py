@@ -6,7 +6,7 @@ import functools
 import importlib.metadata
 import platform
 
-DISTRIBUTIONS = ("act-exporter", "torch", "numpy")
+DISTRIBUTIONS = ("act-exporter", "torch", "keras", "tensorflow", "tensorflow-cpu", "numpy")
 """That read or write what a checkpoint holds."""
 
 

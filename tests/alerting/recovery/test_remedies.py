@@ -9,8 +9,9 @@ import torch
 
 from alerting.exceptions import ConfigError, RecoveryHaltedError
 from alerting.recovery import Callback, ClipGradients, LowerLearningRate, SkipBatches
-from alerting.recovery.position import LoaderPosition
+from alerting.recovery.position import Nowhere
 from alerting.recovery.remedies import Applied
+from alerting.recovery.torch_steps import TorchSteps
 from alerting.recovery.treatment import Treatment
 from tests.alerting.recovery.ranked import last_of, run, steps_of
 from tests.alerting.recovery.trainer import Trainer, read_json, same_as, uninterrupted
@@ -189,7 +190,7 @@ class TestOptimizer:
     """On the optimizer's own steps."""
 
     def treatment(self, optimizer, *remedies):
-        treatment = Treatment(optimizer, LoaderPosition(None), {}, 1)
+        treatment = Treatment(TorchSteps(optimizer), Nowhere(), {}, 1)
         treatment.begin(remedies, 0)
         return treatment
 

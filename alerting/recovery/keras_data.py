@@ -1,0 +1,113 @@
+"""Data for `fit` as a tf.data.Dataset whose iterator can be saved, whatever it was given as."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from alerting.exceptions import ConfigError
+
+
+def as_dataset(
+    x: Any, y: Any, sample_weight: Any, *, batch_size: int, shuffle: bool, seed: int
+) -> tf.data.Dataset:
+    """The batches of an epoch.
+
+    A dataset is taken as it is. Arrays and a PyDataset are drawn by number, in an order that
+    comes of the seed and the epoch: Keras' own pipelines for them shuffle with random numbers
+    that nothing brings back.
+
+    Raises:
+        ConfigError: it is something whose position cannot be saved.
+    """
+    if isinstance(x, tf.data.Dataset):
+        if x.cardinality() == 0:
+            raise ConfigError("the dataset is empty")
+        return x
+    if isinstance(x, keras.utils.PyDataset):
+        return _of_py_dataset(x, shuffle, seed)
+    if hasattr(x, "__next__") or (hasattr(x, "__iter__") and not _is_arrays(x)):
+        raise ConfigError(
+            f"the position in a {type(x).__name__} cannot be saved, so nothing leads back to it "
+            "after a rollback: pass a tf.data.Dataset, a keras.utils.PyDataset or arrays"
+        )
+    arrays = tuple(part for part in (x, y, sample_weight) if part is not None)
+    if y is None and sample_weight is not None:
+        arrays = (x, None, sample_weight)
+    return _of_arrays(arrays, batch_size, shuffle, seed)
+
+
+def _is_arrays(x: Any) -> bool:
+    leaves = keras.tree.flatten(x)
+    return bool(leaves) and all(hasattr(leaf, "shape") for leaf in leaves)
+
+
+def _of_arrays(arrays: Any, batch_size: int, shuffle: bool, seed: int) -> tf.data.Dataset:
+    tensors = tf.nest.map_structure(tf.convert_to_tensor, arrays)
+    lengths = {len(tensor) for tensor in tf.nest.flatten(tensors)}
+    if len(lengths) != 1 or 0 in lengths:
+        raise ConfigError(f"the arrays have {sorted(lengths)} samples: they need as many each")
+    [length] = lengths
+    batches = _numbers(length, shuffle, seed).batch(batch_size)
+    return (
+        batches.map(lambda chosen: tf.nest.map_structure(lambda t: tf.gather(t, chosen), tensors))
+        .apply(tf.data.experimental.assert_cardinality(-(-length // batch_size)))
+        .prefetch(tf.data.AUTOTUNE)
+    )
+
+
+def _of_py_dataset(x: Any, shuffle: bool, seed: int) -> tf.data.Dataset:
+    length = x.num_batches
+    if length is None:
+        raise ConfigError("the position in an endless PyDataset cannot be saved: give it a length")
+    if length == 0:
+        raise ConfigError("the PyDataset is empty")
+    if type(x).on_epoch_end is not keras.utils.PyDataset.on_epoch_end:
+        raise ConfigError(
+            f"{type(x).__name__}.on_epoch_end changes the data from epoch to epoch, which cannot "
+            "be gone back on: leave the shuffling to fit"
+        )
+    first = tf.nest.map_structure(tf.convert_to_tensor, _plain(x[0]))
+    kinds = [tensor.dtype for tensor in tf.nest.flatten(first)]
+
+    def fetched(number: Any) -> list[Any]:
+        found = tf.nest.flatten(_plain(x[int(number)]))
+        return [tf.convert_to_tensor(value) for value in found]
+
+    def batch(number: Any) -> Any:
+        tensors = tf.py_function(fetched, [number], kinds)
+        for tensor, example in zip(tensors, tf.nest.flatten(first), strict=True):
+            tensor.set_shape([None, *example.shape[1:]])
+        return tf.nest.pack_sequence_as(first, tensors)
+
+    options = tf.data.Options()
+    # What a batch is follows from its number, so there is no other state to save.
+    options.experimental_external_state_policy = tf.data.experimental.ExternalStatePolicy.IGNORE
+    return (
+        _numbers(length, shuffle, seed)
+        .map(batch, num_parallel_calls=x.workers, deterministic=True)
+        .apply(tf.data.experimental.assert_cardinality(length))
+        .prefetch(max(1, x.max_queue_size))
+        .with_options(options)
+    )
+
+
+def _plain(batch: Any) -> Any:
+    # A list would be one tensor to tf.data.
+    return tuple(batch) if isinstance(batch, list) else batch
+
+
+def _numbers(length: int, shuffle: bool, seed: int) -> tf.data.Dataset:
+    """0 to length - 1, in another order each epoch; its iterator's state is a few numbers."""
+    if not shuffle:
+        return tf.data.Dataset.range(length)
+    epochs = tf.data.Dataset.random(seed=seed, rerandomize_each_iteration=True).take(1)
+    return epochs.flat_map(
+        lambda key: tf.data.Dataset.range(length).map(
+            lambda number: tf.random.experimental.index_shuffle(
+                number, tf.bitcast(key, tf.int32), length - 1
+            )
+        )
+    )
