@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from alerting.exceptions import ConfigError
 from alerting.recovery.detector import Detector, Unwatched
-from alerting.recovery.keras_data import as_dataset
+from alerting.recovery.keras_data import as_dataset, require_exact
 from alerting.recovery.keras_fit import Fit
 from alerting.recovery.keras_position import KerasPosition
 from alerting.recovery.keras_state import KerasState, build
@@ -174,6 +174,8 @@ class KerasGuard:
                 f"the position in a {type(dataset).__name__} cannot be saved: pass a "
                 "tf.data.Dataset, or none and draw batches by the step's number"
             )
+        if dataset is not None:
+            require_exact(dataset)
         build(self._model, self._optimizer)
         return self._guarded_steps(total_steps, KerasPosition(dataset))
 
@@ -204,7 +206,7 @@ class KerasGuard:
 
     def _guarded(self, position: KerasPosition, state: KerasState) -> GuardedRun:
         planned = Remedies(self._remedies, has_loader=position.dataset is not None)
-        return GuardedRun(
+        self._run = GuardedRun(
             self._folder,
             self._name,
             state=state,
@@ -215,6 +217,7 @@ class KerasGuard:
             remedies=planned,
             treatment=Treatment(self._steps, position, planned.functions, 1),
         )
+        return self._run
 
     @property
     def _detector(self) -> Detector:
@@ -222,21 +225,16 @@ class KerasGuard:
 
 
 def _require_compatible(model: Any, optimizer: Any) -> None:
-    for refused, sentence in (
-        (
-            keras.backend.backend() != "tensorflow",
-            f"Keras runs on {keras.backend.backend()}; only on tensorflow can this guard go back",
-        ),
-        (
-            model.distribute_strategy.num_replicas_in_sync > 1
-            or (tf.distribute.in_cross_replica_context() and tf.distribute.has_strategy())
-            or keras.distribution.distribution() is not None,
-            "several workers or replicas (tf.distribute, keras.distribution) are not supported",
-        ),
-        (
-            optimizer is None,
-            "there is no optimizer: compile the model with one, or pass optimizer=",
-        ),
+    backend = keras.backend.backend()
+    if backend != "tensorflow":
+        raise ConfigError(f"Keras runs on {backend}; only on tensorflow can this guard go back")
+    if (
+        model.distribute_strategy.num_replicas_in_sync > 1
+        or tf.distribute.has_strategy()
+        or keras.distribution.distribution() is not None
     ):
-        if refused:
-            raise ConfigError(sentence)
+        raise ConfigError(
+            "several workers or replicas (tf.distribute, keras.distribution) are not supported"
+        )
+    if optimizer is None:
+        raise ConfigError("there is no optimizer: compile the model with one, or pass optimizer=")

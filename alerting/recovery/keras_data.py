@@ -23,8 +23,7 @@ def as_dataset(
         ConfigError: it is something whose position cannot be saved.
     """
     if isinstance(x, tf.data.Dataset):
-        if x.cardinality() == 0:
-            raise ConfigError("the dataset is empty")
+        require_exact(x)
         return x
     if isinstance(x, keras.utils.PyDataset):
         return _of_py_dataset(x, shuffle, seed)
@@ -37,6 +36,42 @@ def as_dataset(
     if y is None and sample_weight is not None:
         arrays = (x, None, sample_weight)
     return _of_arrays(arrays, batch_size, shuffle, seed)
+
+
+def require_exact(dataset: tf.data.Dataset) -> None:
+    """Refuse what tf.data does not bring back to the same batches.
+
+    A shuffle that has given all away is gone, and its seeds with it. Where a repetition waits
+    behind a batch or a buffer that still has some of it, a checkpoint has no seeds for the next.
+
+    Raises:
+        ConfigError: it is empty, or repeats something shuffled with something in between.
+    """
+    if dataset.cardinality() == 0:
+        raise ConfigError("the dataset is empty")
+    for part in _parts(dataset):
+        if _is(part, "Repeat"):
+            below = [p for p in _parts(part)[1:] if not _is(p, "Options")]
+            if any(_is(p, "Shuffle") for p in below) and not _is(below[0], "Shuffle"):
+                raise ConfigError(
+                    "a dataset that is shuffled anew each time cannot be gone back in unless "
+                    "repeat() is right behind shuffle(): put batch(), map() and prefetch() after it"
+                )
+
+
+def repeats(dataset: tf.data.Dataset) -> bool:
+    """Whether an iterator of it goes through something more than once."""
+    return any(_is(part, "Repeat") for part in _parts(dataset))
+
+
+def _parts(dataset: Any) -> list[Any]:
+    """`dataset` and all that it draws from, the last step first."""
+    return [dataset, *(part for source in dataset._inputs() for part in _parts(source))]
+
+
+def _is(dataset: Any, kind: str) -> bool:
+    # _RepeatDataset, _ShuffleDataset, _OptionsDataset: tf.data has no public names for them.
+    return type(dataset).__name__.strip("_").startswith(kind)
 
 
 def _is_arrays(x: Any) -> bool:

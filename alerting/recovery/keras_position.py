@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from alerting.exceptions import CheckpointError, ConfigError
 from alerting.recovery.failures import cause
+from alerting.recovery.keras_data import repeats
 from alerting.recovery.manifest import DataPosition
 
 _NUMBERS = ("epoch", "batch", "over", "taken")
@@ -73,8 +74,8 @@ class KerasPosition:
             _load(iterator, restored["now"])
             # Keras may have put something around ours; the seeds are the same.
             dataset = iterator._dataset
-            # An iterator of an endless dataset is never made anew, and holds its seeds itself.
-            if dataset.cardinality() != tf.data.INFINITE_CARDINALITY:
+            # One that repeats draws seeds on its way, and holds them itself.
+            if not repeats(dataset):
                 # Making an iterator draws the seeds of its epoch. This one has, for nothing: set
                 # them back to where they were when that epoch began.
                 _load(iter(dataset), self._first)
