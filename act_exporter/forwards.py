@@ -25,12 +25,11 @@ class Forwards:
 
     def is_stuck(self) -> bool:
         """Whether far more of them than usual came; from then on as often as steps would have."""
-        limit = (
-            max(_STUCK_FACTOR * self._usual, _STUCK_FORWARDS) if self._usual else _STUCK_AT_FIRST
-        )
+        usual = self._usual
+        limit = max(_STUCK_FACTOR * usual, _STUCK_FORWARDS) if usual else _STUCK_AT_FIRST
         if self.count < limit:
             return False
-        self.count -= max(self._usual, 1)
+        self.count -= max(usual, 1)
         return True
 
     def end_step(self) -> None:

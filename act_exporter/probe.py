@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from act_exporter import statistics
+from act_exporter.forwards import Forwards
 from act_exporter.graphs import capturing
 from act_exporter.hooks import (
     BeginHook,
@@ -26,15 +27,6 @@ from act_exporter.layers import ModuleTap
 from act_exporter.rows import COLUMNS, Array, empty, merge
 from act_exporter.sample import Sample
 from act_exporter.transfer import to_host
-
-# A step that gathers this many times as many forwards as any step before it, and at least so many,
-# is not gathering micro-batches: the optimizer is being skipped (a loss scaler after an overflow, a
-# loop that drops bad losses), and what is wrong must be seen all the same.
-_STUCK_FACTOR = 2
-_STUCK_FORWARDS = 8
-# Before the first step it is not known how many are usual; a scaler that starts too high skips a
-# dozen, large runs accumulate over a hundred.
-_STUCK_AT_FIRST = 256
 
 _PENDING_LIMIT = 4
 """Copies to the host under way on an accelerator; more mean that the host never catches up, and
@@ -98,8 +90,7 @@ class Probe:
         self.sampling = True  # whether the step under way is sampled
         self.paused = False  # whether nothing counts: a save or a load runs the model or optimizer
         self.seconds = 0.0  # spent in the operator, on the host
-        self.forwards = 0  # of the root in training since the last step
-        self._usual_forwards = 0  # the most that a step had
+        self._forwards = Forwards()  # of the root in training since the last step
         self._captured = False  # whether a CUDA graph gathers at each of its replays
         self._threshold = exceed_threshold
         self._limits = [tap.limit for tap in taps]
@@ -149,7 +140,7 @@ class Probe:
     @property
     def idle(self) -> bool:
         """Whether nothing was trained since the last step; a graph that replays hides that."""
-        return not self.forwards and not self._captured
+        return not self._forwards.count and not self._captured
 
     def record(self, values: Mapping[str, torch.Tensor]) -> None:
         """Keep scalars for the next sample; those on a device are read with it, not here.
@@ -200,8 +191,7 @@ class Probe:
 
     def end_step(self) -> None:
         """A step has ended, sampled or not: what it had of forwards is usual."""
-        self._usual_forwards = max(self._usual_forwards, self.forwards)
-        self.forwards = 0
+        self._forwards.end_step()
 
     def arrived(self) -> list[Sample]:
         """The samples that have reached the host since the last call or were lost, in order."""
@@ -215,7 +205,7 @@ class Probe:
         for copy in self._copies:
             copy.lost = True
         self._recorded = {}
-        self.forwards = 0
+        self._forwards.count = 0
         self._before = None
         self._clear()
 
@@ -233,13 +223,9 @@ class Probe:
             self._captured = True
             return
         self._drop_failed()
-        usual = self._usual_forwards
-        limit = max(_STUCK_FACTOR * usual, _STUCK_FORWARDS) if usual else _STUCK_AT_FIRST
-        if self.forwards >= limit:
-            # From now on as often as steps would have come.
-            self.forwards -= max(usual, 1)
+        if self._forwards.is_stuck():
             self._on_stuck()
-        self.forwards += 1
+        self._forwards.count += 1
         if self.sampling:
             self._before = {device: matrix.clone() for device, matrix in self._matrices.items()}
 
@@ -266,7 +252,7 @@ class Probe:
                 matrix.copy_(before)
         self._before = None
         self._failed = False
-        self.forwards -= 1
+        self._forwards.count -= 1
 
     def observe(self, x: torch.Tensor, row: torch.Tensor, index: int) -> None:
         """The tap number `index` saw `x`."""

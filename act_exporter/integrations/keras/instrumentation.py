@@ -86,7 +86,7 @@ class KerasInstrumentation(Instrumentation):
         )
 
     @property
-    def sampling(self) -> bool:  # type: ignore[override]
+    def sampling(self) -> bool:
         """Whether the step under way is sampled."""
         return self._sampling
 
@@ -96,7 +96,7 @@ class KerasInstrumentation(Instrumentation):
         self._activate()
 
     @property
-    def paused(self) -> bool:  # type: ignore[override]
+    def paused(self) -> bool:
         """Whether nothing counts."""
         return self._paused
 

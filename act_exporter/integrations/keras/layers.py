@@ -48,10 +48,11 @@ def find_taps(model: keras.Model, watch: Watch = "sublayers") -> list[LayerTap]:
         NothingToWatchError: nothing in the model is selected.
         SettingError: `watch` is none of the above, or the model is not built.
     """
-    if not model.built:
+    # `Model.build` calls itself done where a subclass has layers that it knows nothing of.
+    if not (model.built and model.weights):
         raise SettingError(
-            f"{type(model).__name__} is not built, and has no layers to watch yet: call it once on"
-            " a batch, or `model.build(shape)`, before the exporter starts"
+            f"{type(model).__name__} is not built, and has no weights yet: call it once on a batch"
+            " before the exporter starts"
         )
     parts = dict(walk(model))
     if watch == "sublayers":
@@ -235,8 +236,8 @@ def _query_and_key(
     if len(found) < 2:
         return []  # one alone bounds nothing
     taps = []
-    for made in ("query", "key"):
-        tap = _tap(found[made], "output", parts, block)
+    for part in ("query", "key"):
+        tap = _tap(found[part], "output", parts, block)
         weights = tap.watched.weights
         if weights:  # the last dimension of what it puts out
             width = int(weights[0].shape[-1])

@@ -71,11 +71,11 @@ class Optimizers:
         """How often each has stepped; None where there is none."""
         if not self._found:
             return None
-        return [int(keras.ops.convert_to_numpy(own.iterations)) for own in self._found]
+        return [int(_on_host(own.iterations)) for own in self._found]
 
     def learning_rate(self) -> float | None:
         """The largest that they have now."""
-        rates = [float(keras.ops.convert_to_numpy(own.learning_rate)) for own in self._found]
+        rates = [_on_host(own.learning_rate) for own in self._found]
         return max(rates, default=None)
 
     def close(self) -> None:
@@ -116,6 +116,11 @@ class Optimizers:
         except Exception as error:
             with contextlib.suppress(Exception):
                 self._on_error("gradient", error)
+
+
+def _on_host(number: Any) -> float:
+    """A number, a variable or a tensor of one element."""
+    return float(number.numpy() if hasattr(number, "numpy") else number)
 
 
 def _accumulated(optimizer: Optimizer, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:

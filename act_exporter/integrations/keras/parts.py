@@ -97,7 +97,7 @@ def base_name(layer: keras.Layer) -> str:
 
 def _is_named(layer: keras.Layer) -> bool:
     """Whether the user has named it, and not Keras by its class."""
-    return base_name(layer) != to_snake_case(type(layer).__name__)
+    return bool(base_name(layer) != to_snake_case(type(layer).__name__))
 
 
 def _attributes(layer: keras.Layer) -> list[tuple[str, keras.Layer]]:

@@ -82,9 +82,10 @@ class TrainSteps:
     def _making(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def make_train_function(force: bool = False) -> Any:
+            before = self._model.train_function
             made = original(force=force)
             function = self._model.train_function
-            if not self._closed and not hasattr(function, "_act_exporter"):
+            if function is not before and not self._closed:
                 self._contained(self._optimizers.find)
                 self._model.train_function = self._executing(function)
             return made
@@ -105,7 +106,6 @@ class TrainSteps:
             self._contained(lambda: self._end(before))
             return outputs
 
-        execute._act_exporter = True  # type: ignore[attr-defined]
         return execute
 
     def _stepping(self, original: Callable[..., Any]) -> Callable[..., Any]:
