@@ -184,11 +184,15 @@ def _followed(model: Any, take: Callable[[Any, Callable[[Any], Any]], Any]) -> I
     """While inside, `take` is called in place of the model's train function, with it."""
     make, own = model.make_train_function, "make_train_function" in vars(model)
 
+    def unfollow() -> None:
+        if isinstance(model.train_function, _Followed):
+            model.train_function = model.train_function.function
+
     def made(force: bool = False) -> None:
+        # An exporter may have put itself into `make`, and must find its own function here.
+        unfollow()
         make(force=force)
-        function = model.train_function
-        if not isinstance(function, _Followed):
-            model.train_function = _Followed(function, take)
+        model.train_function = _Followed(model.train_function, take)
 
     model.make_train_function = made
     try:
@@ -198,8 +202,7 @@ def _followed(model: Any, take: Callable[[Any, Callable[[Any], Any]], Any]) -> I
             model.make_train_function = make
         else:
             del model.make_train_function
-        if isinstance(model.train_function, _Followed):
-            model.train_function = model.train_function.function
+        unfollow()
 
 
 class _Followed:
