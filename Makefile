@@ -13,7 +13,7 @@ KERAS_INSTALLED := $(KERAS)/.installed
 WORKERS := --numprocesses=auto --maxprocesses=4 --dist=loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup servers browser demo dashboards manifests test test-keras test-faults bench lint fmt clean
+.PHONY: help setup servers browser demo demo-keras dashboards manifests test test-keras test-faults bench lint fmt clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,7 +29,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 $(KERAS_INSTALLED): pyproject.toml constraints.txt
 	@echo "Installing into $(KERAS): TensorFlow and what its tests need, about a minute"
 	@$(PYTHON) -m venv $(KERAS)
-	@$(KERAS)/bin/python -m pip install --quiet -c constraints.txt -e '.[keras,alerting]' \
+	@$(KERAS)/bin/python -m pip install --quiet -c constraints.txt -e '.[keras,report]' \
 		pytest pytest-timeout pytest-xdist
 	@touch $@
 
@@ -41,6 +41,9 @@ browser:
 
 demo: setup ## fault, alert, rollback, on real servers (about a minute); ARGS=--keep leaves them up
 	@$(BIN)/python -m deploy.demo $(ARGS)
+
+demo-keras: $(KERAS_INSTALLED) servers ## the same with a model of Keras, in an environment without torch
+	@$(KERAS)/bin/python -m deploy.demo --framework keras $(ARGS)
 
 dashboards: $(INSTALLED) ## render grafana/dashboards from grafana/build.py
 	$(BIN)/python -m grafana.build

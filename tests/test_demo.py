@@ -96,8 +96,8 @@ def test_everything_ends_with_the_demo(tmp_path: Path, number: signal.Signals) -
         assert len(processes_of(folder)) >= 6
         assert demo.process is not None
         demo.process.send_signal(number)
-        demo.process.wait(30)
-        wait_for(lambda: not processes_of(folder), "the end of all processes", timeout=15)
+        demo.process.wait(60)
+        wait_for(lambda: not processes_of(folder), "the end of all processes", timeout=60)
     if number == signal.SIGINT:
         assert demo.returncode() == 130
         assert "all processes were ended" in demo.log.read_text()
@@ -111,7 +111,7 @@ def test_a_milestone_that_is_missing_is_named(tmp_path: Path) -> None:
         f"sys.argv = ['demo', '--folder={tmp_path / 'files'}']; sys.exit(demo.main())"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 1, done.stdout
     assert "missed: not observed: fault" in done.stdout

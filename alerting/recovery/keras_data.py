@@ -32,9 +32,9 @@ def as_dataset(
             f"the position in a {type(x).__name__} cannot be saved, so nothing leads back to it "
             "after a rollback: pass a tf.data.Dataset, a keras.utils.PyDataset or arrays"
         )
-    arrays = tuple(part for part in (x, y, sample_weight) if part is not None)
     if y is None and sample_weight is not None:
-        arrays = (x, None, sample_weight)
+        raise ConfigError("sample_weight without y weighs nothing: pass y")
+    arrays = tuple(part for part in (x, y, sample_weight) if part is not None)
     return _of_arrays(arrays, batch_size, shuffle, seed)
 
 
@@ -80,7 +80,7 @@ def _is_arrays(x: Any) -> bool:
 
 
 def _of_arrays(arrays: Any, batch_size: int, shuffle: bool, seed: int) -> tf.data.Dataset:
-    tensors = tf.nest.map_structure(tf.convert_to_tensor, arrays)
+    tensors = tf.nest.map_structure(_tensor, _plain(arrays))
     lengths = {len(tensor) for tensor in tf.nest.flatten(tensors)}
     if len(lengths) != 1 or 0 in lengths:
         raise ConfigError(f"the arrays have {sorted(lengths)} samples: they need as many each")
@@ -129,9 +129,19 @@ def _of_py_dataset(x: Any, shuffle: bool, seed: int) -> tf.data.Dataset:
     )
 
 
-def _plain(batch: Any) -> Any:
-    # A list would be one tensor to tf.data.
-    return tuple(batch) if isinstance(batch, list) else batch
+def _tensor(array: Any) -> Any:
+    tensor = tf.convert_to_tensor(array)
+    # As `model.fit` has it.
+    return tf.cast(tensor, keras.config.floatx()) if tensor.dtype.is_floating else tensor
+
+
+def _plain(value: Any) -> Any:
+    """`value` with tuples for lists, each of which would be one tensor to tf.data."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return tuple(map(_plain, value))
+    return value
 
 
 def _numbers(length: int, shuffle: bool, seed: int) -> tf.data.Dataset:

@@ -27,8 +27,8 @@ def write_tree(path: Path, tree: dict[str, Any]) -> None:
     arrays: list[NDArray[Any]] = []
     text = json.dumps(_packed(tree, "the state", arrays))
     with path.open("wb") as file:
-        numbered = {str(number): array for number, array in enumerate(arrays)}
-        numpy.savez(file, allow_pickle=False, tree=numpy.array(text), **numbered)
+        numbered: dict[str, Any] = {str(number): array for number, array in enumerate(arrays)}
+        numpy.savez(file, tree=numpy.array(text), **numbered)
         file.flush()
         os.fsync(file.fileno())
 

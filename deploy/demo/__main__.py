@@ -1,4 +1,4 @@
-"""The main job, end to end, on real servers:  make demo  (or: python -m deploy.demo).
+"""The main job, end to end, on real servers:  make demo, make demo-keras.
 
 A small GPT trains on the text of Python's own standard library. At a step that nothing but the
 trainer knows, one inner layer's weights are multiplied by 100. Prometheus must see it, Alertmanager
@@ -44,6 +44,8 @@ STEPS = 5_000
 MILD_FACTOR = 8
 """With the softmax no rule is broken by it; an exponential feature map takes it to its power."""
 
+TRAINERS = {"torch": "deploy.demo.train", "keras": "deploy.demo.train_keras"}
+
 BATCH_BYTES = 1 << 20
 """A batch has 12 kB."""
 
@@ -64,12 +66,17 @@ def main() -> int:
         "--folder", type=Path, default=FOLDER, help="for all files; emptied (default: build/demo)"
     )
     parser.add_argument(
+        "--framework", choices=TRAINERS, default="torch", help="of the trainer (default: torch)"
+    )
+    parser.add_argument(
         "--attention",
         choices=("exp",),
         help=f"linear, with an unbounded feature map: a fault of {MILD_FACTOR} times is enough,"
         " and the batch of the first bad step is saved; see docs/doctor.md",
     )
     arguments = parser.parse_args()
+    if arguments.attention and arguments.framework != "torch":
+        parser.error("--attention is of the trainer that uses torch")
     folder = arguments.folder.resolve()
     if folder.exists() and any(folder.iterdir()) and not (folder / MARK).exists():
         parser.error(f"--folder {folder} holds files that are not the demo's")
@@ -123,7 +130,8 @@ def demo(console: Console, folder: Path, arguments: argparse.Namespace) -> int:
             "fault-factor": MILD_FACTOR,
             "save-batch-bytes": BATCH_BYTES,
         }
-    train = [*python, "deploy.demo.train", *(f"--{name}={it}" for name, it in options.items())]
+    trainer_options = [f"--{name}={it}" for name, it in options.items()]
+    train = [*python, TRAINERS[arguments.framework], *trainer_options]
     with contextlib.ExitStack() as opened:
         console.print(f"Starting Prometheus, Alertmanager and the receiver in {folder}")
         servers = opened.enter_context(

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+WAIT_SECONDS = 60.0
+"""For what takes a second or two on a quiet machine: a busy one with a slow disk gets there too."""
 _LOG_TAIL_BYTES = 4000
 _LIBC: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -40,7 +42,7 @@ def free_port() -> int:
 def wait_for(
     probe: Callable[[], T],
     what: str,
-    timeout: float = 30.0,
+    timeout: float = WAIT_SECONDS,
     interval: float = 0.05,
 ) -> T:
     """Ask `probe` until its answer is true, and return that answer.
@@ -116,7 +118,7 @@ class Server:
         data = self.log.read_bytes()[-_LOG_TAIL_BYTES:]
         return f"--- end of {self.log} ---\n{data.decode(errors='replace')}"
 
-    def wait_for(self, probe: Callable[[], T], what: str, timeout: float = 30.0) -> T:
+    def wait_for(self, probe: Callable[[], T], what: str, timeout: float = WAIT_SECONDS) -> T:
         """As the function of that name, but fails at once when the process has ended."""
 
         def probe_while_alive() -> T:
@@ -128,7 +130,7 @@ class Server:
 
         return wait_for(probe_while_alive, f"{what} of {self.name}", timeout)
 
-    def stop(self, patience: float = 10.0) -> None:
+    def stop(self, patience: float = 30.0) -> None:
         """SIGTERM to this very process, and SIGKILL when it has not ended after `patience`."""
         if self.process is None or self.process.poll() is not None:
             return

@@ -64,7 +64,7 @@ class Stack:
         if time is not None:
             parameters["time"] = time
         answer = requests.get(
-            f"{self.urls['prometheus']}/api/v1/query", params=parameters, timeout=5
+            f"{self.urls['prometheus']}/api/v1/query", params=parameters, timeout=30
         ).json()
         if answer["status"] != "success":
             raise ValueError(f"{expression}: {answer['error']}")
@@ -79,7 +79,7 @@ class Stack:
     def alerts(self) -> list[dict[str, Any]]:
         """Alertmanager's active alerts, with the receivers that each one goes to."""
         found: list[dict[str, Any]] = requests.get(
-            f"{self.urls['alertmanager']}/api/v2/alerts", timeout=5
+            f"{self.urls['alertmanager']}/api/v2/alerts", timeout=30
         ).json()
         return found
 

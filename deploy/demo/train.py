@@ -25,10 +25,10 @@ from act_exporter import start_exporter
 from act_exporter.doctor.remedies import linear_attention
 from alerting.exceptions import RecoveryHaltedError
 from alerting.recovery import TrainingGuard
+from deploy.demo.text import BYTES, read_text
 
 log = logging.getLogger("train")
 
-BYTES = 256  # the vocabulary: text is read as bytes
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -154,20 +154,6 @@ class Windows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
             self.data[start : start + self.context],
             self.data[start + 1 : start + self.context + 1],
         )
-
-
-def read_text(folder: Path, limit: int = 4_000_000) -> bytes:
-    """The Python files below `folder`, joined, at most `limit` bytes."""
-    parts: list[bytes] = []
-    size = 0
-    for path in sorted(folder.glob("*.py")):
-        parts.append(path.read_bytes())
-        size += len(parts[-1])
-        if size >= limit:
-            break
-    if not parts:
-        raise SystemExit(f"--data {folder}: no Python files in it")
-    return b"\n".join(parts)[:limit]
 
 
 def arguments() -> argparse.Namespace:

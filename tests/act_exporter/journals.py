@@ -15,8 +15,7 @@ from act_exporter import Thresholds, start_exporter
 from act_exporter.records import STATISTICS
 from alerting.recovery import ClipGradients, TrainingGuard
 from tests.act_exporter.models import gpt
-from tests.act_exporter.watched import wait_until
-from tests.alerting.recovery.trainer import open_request
+from tests.alerting.recovery.trainer import open_request, wait_for_save
 
 RUN = "gpt-report"
 LAYER = "blocks.1.attn.proj"
@@ -53,8 +52,7 @@ def train(folder: Path, *, factor: float | None = None, steps: int = STEPS) -> P
             exporter.record(loss=loss)
             optimizer.step()
             optimizer.zero_grad()
-            # A slow disk must not decide which saves are left out or come after the fault is known.
-            wait_until(lambda: not guard._run.saver.writing, "the save in flight")
+            wait_for_save(guard._run)
             if step == ASKED_AFTER and factor is not None and not asked:
                 asked = True
                 open_request(folder / "run", "recover", run=RUN)

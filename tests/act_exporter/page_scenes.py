@@ -15,8 +15,10 @@ from torch.utils.data import DataLoader
 from act_exporter import Exporter, Thresholds, start_exporter
 from alerting.control import Action, ControlDirectory, Request, new_request_id
 from alerting.recovery import TrainingGuard
-from deploy.demo.train import GPT, Windows, read_text
+from deploy.demo.text import read_text
+from deploy.demo.train import GPT, Windows
 from tests.act_exporter.models import train
+from tests.alerting.recovery.trainer import wait_for_save
 
 CONTEXT = 16
 FAULT_LAYER = "blocks.5.mlp.down"
@@ -76,6 +78,7 @@ class Guarded:
                 optimizer.step()
                 rates.step()
                 optimizer.zero_grad(set_to_none=True)
+                wait_for_save(guard._run)
                 yield step
 
     def go(self, steps: int) -> None:

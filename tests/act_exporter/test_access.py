@@ -8,7 +8,6 @@ import re
 import socket
 import ssl
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -22,6 +21,7 @@ from torch import nn
 from act_exporter import server, start_exporter
 from act_exporter.exceptions import SettingError
 from act_exporter.exporter import Exporter
+from deploy.demo.servers import wait_for
 
 TOKEN = "correct horse"
 
@@ -59,14 +59,7 @@ def token_config(folder: Path) -> Path:
 
 def get(it: Exporter, **options) -> requests.Response:
     scheme = "https" if "verify" in options else "http"
-    return requests.get(f"{scheme}://localhost:{it.port}/metrics", timeout=5, **options)
-
-
-def wait_until(true, seconds: float = 20) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    return requests.get(f"{scheme}://localhost:{it.port}/metrics", timeout=30, **options)
 
 
 class TestTLS:
@@ -131,7 +124,7 @@ class TestToken:
     @pytest.mark.parametrize("path", ["/", "/metrics", "/other"])
     def test_nothing_is_told_without_it(self, tmp_path, path):
         with exporter(token_config(tmp_path)) as it:
-            answer = requests.get(f"http://127.0.0.1:{it.port}{path}", timeout=5)
+            answer = requests.get(f"http://127.0.0.1:{it.port}{path}", timeout=30)
         assert answer.status_code == 401
         assert "Basic" in answer.headers["WWW-Authenticate"]
         assert "act_step" not in answer.text
@@ -214,7 +207,7 @@ class TestClientsThatBehaveBadly:
                 except OSError:
                     return True
 
-            wait_until(hung_up)
+            wait_for(hung_up, "the end of the connection")
 
     def test_so_many_that_there_is_no_room_leave_it_again(self, monkeypatch):
         monkeypatch.setattr(server, "_CONNECTION_SECONDS", 1.0)
@@ -222,13 +215,7 @@ class TestClientsThatBehaveBadly:
         with exporter() as it:
             crowd = [socket.create_connection(("127.0.0.1", it.port)) for _ in range(20)]
 
-            def served() -> bool:
-                try:
-                    return get(it).ok
-                except requests.ConnectionError:
-                    return False
-
-            wait_until(served)
+            wait_for(lambda: get(it).ok, "an answer")
             for connection in crowd:
                 connection.close()
 
@@ -240,7 +227,7 @@ class TestClientsThatBehaveBadly:
             assert busy.acquire(blocking=False)  # or the page is a 500
             begun.append(accept)
             number = len(begun)
-            begin.wait(20)
+            begin.wait(60)
             busy.release()
             return b"%d" % number, "text/plain"
 
@@ -254,10 +241,10 @@ class TestClientsThatBehaveBadly:
         address = f"http://127.0.0.1:{it.port}"
         with closing(it), ThreadPoolExecutor(30) as pool:
             first = pool.submit(ask, "text/plain")
-            wait_until(lambda: begun)
+            wait_for(lambda: begun, "the first page")
             later = [pool.submit(ask, "text/plain") for _ in range(28)]
             other = pool.submit(ask, "application/openmetrics-text")
-            wait_until(lambda: len(it._server._open) == 30)
+            wait_for(lambda: len(it._server._open) == 30, "all who ask")
             begin.set()
             assert first.result() == 1
             # None has what was begun before it asked.
@@ -269,7 +256,7 @@ class TestClientsThatBehaveBadly:
 class TestCompression:
     def ask(self, it: Exporter, source: str) -> tuple[str | None, bytes]:
         connection = http.client.HTTPConnection(
-            "127.0.0.1", it.port, timeout=5, source_address=(source, 0)
+            "127.0.0.1", it.port, timeout=30, source_address=(source, 0)
         )
         connection.request("GET", "/metrics", headers={"Accept-Encoding": "gzip, deflate"})
         answer = connection.getresponse()
@@ -289,7 +276,7 @@ class TestCompression:
 
     def test_over_ipv6(self):
         with exporter(host="::1") as it:
-            assert "act_step" in requests.get(f"http://[::1]:{it.port}/metrics", timeout=5).text
+            assert "act_step" in requests.get(f"http://[::1]:{it.port}/metrics", timeout=30).text
 
 
 def test_tls_before_1_2_is_refused(tmp_path, authority):

@@ -238,6 +238,8 @@ ELSEWHERE = {
     "faults.Faults._check",
     "faults._Fault.in_force",
     "fault_hook.FaultHook.__call__",
+    "fault_hook.FaultHook.remove",
+    "fault_hook.FaultHook.set",
 }
 
 # Called on an accelerator, or of tensors that this model has not; here the CPU takes the same way.

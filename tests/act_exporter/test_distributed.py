@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +30,11 @@ from act_exporter.exceptions import SettingError
 from act_exporter.exporter import Exporter
 from act_exporter.history import Layers
 from act_exporter.records import Reader
-from deploy.demo.servers import REPOSITORY, free_port
+from deploy.demo.servers import REPOSITORY, free_port, wait_for
 from tests.act_exporter.models import gpt, train
 
 RANKS = 2
-SECONDS = 60  # a collective that one rank waits for alone must end the test, not hang it
+SECONDS = 150  # a collective that one rank waits for alone must end the test, not hang it
 
 
 def calls(exporter: Exporter) -> set[float]:
@@ -171,10 +170,12 @@ def empty_shard(rank: int) -> None:
 
 def joined(exporter: Exporter, step: int) -> Layers:
     """What has become of `step` once the other rank's part is there."""
-    deadline = time.monotonic() + SECONDS
-    while exporter._judged < step and time.monotonic() < deadline:
+
+    def there() -> bool:
         exporter._take_in()
-        time.sleep(0.001)
+        return exporter._judged >= step
+
+    wait_for(there, "the other rank's part", timeout=SECONDS, interval=0.001)
     assert exporter._judged == step
     assert exporter._training.layers is not None
     return exporter._training.layers

@@ -273,8 +273,8 @@ class TestSaidAloud:
         assert [(r.levelname, r.getMessage()) for r in told[1:]] == [
             (
                 "ERROR",
-                "the fault of inner has not been injected: in the last output torch's pytree found"
-                " no tensor of floats",
+                "the fault of inner has not been injected: no tensor of floats was found in its"
+                " last output",
             )
         ]
 

@@ -7,7 +7,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from act_exporter import SettingError, StateError, Thresholds
 from act_exporter.history import RULES, History, Layers, Onset
@@ -27,7 +26,7 @@ class Clock:
 
 
 def tap(layer: str) -> Tap:
-    return Tap(layer=layer, tensor="output", module=nn.Identity(), kind=layer)
+    return Tap(layer=layer, tensor="output", kind=layer)
 
 
 class Run:

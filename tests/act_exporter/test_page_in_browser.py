@@ -11,7 +11,7 @@ import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, expect
 
 from act_exporter import Exporter
-from deploy.demo.servers import REPOSITORY
+from deploy.demo.servers import REPOSITORY, wait_for
 from tests.act_exporter.browser import NARROW, WIDE, chromium
 from tests.act_exporter.page_scenes import (
     DEEP_FAULT_LAYER,
@@ -22,7 +22,6 @@ from tests.act_exporter.page_scenes import (
     deep,
     guarded,
 )
-from tests.act_exporter.watched import wait_until
 
 AXE = REPOSITORY / "tests" / "node" / "node_modules" / "axe-core" / "axe.min.js"
 LARGEST = 100_000
@@ -151,7 +150,7 @@ class TestKeyboard:
         page.keyboard.press("ArrowRight")
         # Not wait_for_function, which evaluates in the page: its policy forbids that.
         scrolled = "document.getElementById('scroll').scrollLeft"
-        wait_until(lambda: page.evaluate(scrolled) > 0, "the table scrolls")
+        wait_for(lambda: page.evaluate(scrolled) > 0, "the table scrolls")
         context.close()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-from torch import nn
 
 from act_exporter.profile import Profile
 from act_exporter.taps import Tap
@@ -11,10 +10,7 @@ from act_exporter.taps import Tap
 
 def taps(*names: str) -> list[Tap]:
     """Named block.place."""
-    return [
-        Tap(layer=name, tensor="output", module=nn.Identity(), kind=name.partition(".")[2])
-        for name in names
-    ]
+    return [Tap(layer=name, tensor="output", kind=name.partition(".")[2]) for name in names]
 
 
 NAMES = ("0.attn", "0.mlp", "1.attn", "1.mlp", "2.attn", "2.mlp", "3.attn", "3.mlp")

@@ -148,7 +148,7 @@ class TestWithAnExporter:
     ):
         (tmp_path / "file").write_text("no folder")
         with start_exporter(nn.Linear(2, 2), 0, watch="all", targets=tmp_path / "file") as exporter:
-            page = requests.get(f"http://127.0.0.1:{exporter.port}/metrics", timeout=5).text
+            page = requests.get(f"http://127.0.0.1:{exporter.port}/metrics", timeout=30).text
         assert re.search(r'act_errors_total\{.*stage="server"\} 1.0', page)
         assert "not listed in" in caplog.text
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 
 from act_exporter import StateError, Thresholds
 from act_exporter.training import TrainingHistory
@@ -205,8 +205,8 @@ def test_the_windows_are_saved_and_restored(run: Run) -> None:
     [
         (lambda state: "loss", "expected dict"),
         (lambda state: {"loss": {}}, "'count' is missing"),
-        (lambda state: {"loss": {**state["loss"], "count": torch.tensor([99])}}, "count has"),
-        (lambda state: {"loss": {**state["loss"], "next": torch.tensor([0, 0])}}, "not of one"),
+        (lambda state: {"loss": {**state["loss"], "count": np.array([99])}}, "count has"),
+        (lambda state: {"loss": {**state["loss"], "next": np.array([0, 0])}}, "not of one"),
     ],
 )
 def test_a_state_that_is_none_is_an_error(run: Run, change: Any, message: str) -> None:

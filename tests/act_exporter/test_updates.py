@@ -436,7 +436,7 @@ class TestModel:
         with exporter_of(model, gradients=False) as exporter:
             train(model, 2)
             assert exporter._training.update is None
-            assert exporter._updates.series == 0
+            assert exporter._instrumentation._updates.series == 0
 
     @pytest.mark.parametrize("name", ["_begin", "_end", "_take", "_send", "_learn_matrices"])
     def test_survives_a_fault_of_ours(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -518,7 +518,7 @@ class TestExporter:
         with exporter_of(model) as exporter:
             with exporter.paused():
                 train(model, 1)
-            assert exporter._updates.wanted
+            assert exporter._instrumentation._updates.wanted
             train(model, 1)
             assert exporter._training.update is not None
             assert exporter._training.update.step == 1
@@ -601,7 +601,7 @@ class TestFaults:
             exporter.load_state_dict(kept)
             torch.manual_seed(2)
             train(model, after, optimizer)
-            exporter._updates.look_often(learnt=True)
+            exporter._instrumentation._updates.look_often(learnt=True)
             for state in optimizer.state.values():
                 change(state)
             train(model, 1, optimizer)

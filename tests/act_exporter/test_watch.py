@@ -27,8 +27,9 @@ from act_exporter.exceptions import SettingError
 from act_exporter.exporter import Exporter
 from act_exporter.torch_exporter import TorchExporter
 from act_exporter.watch.screen import show
+from deploy.demo.servers import wait_for
 from tests.act_exporter.models import gpt, train
-from tests.act_exporter.watched import FAULTY, QUICK, address, answering, exporting, wait_until
+from tests.act_exporter.watched import FAULTY, QUICK, address, answering, exporting
 
 COMMAND = Path(sys.executable).with_name("act-exporter")
 SECONDS = 60
@@ -103,15 +104,15 @@ class Terminal:
             self.read()
             return shown()
 
-        wait_until(look, f"{what}; it showed {self.text[-3000:]}")
+        try:
+            wait_for(look, what, timeout=SECONDS)
+        except TimeoutError as error:
+            raise AssertionError(f"{error}; it showed {self.text[-3000:]}") from None
 
     def end(self, number: signal.Signals) -> int:
         """The exit code after a signal."""
         self.process.send_signal(number)
-        deadline = time.monotonic() + SECONDS
-        while self.process.poll() is None and time.monotonic() < deadline:
-            self.read()
-            time.sleep(0.02)
+        self.wait_for(lambda: self.process.poll() is not None, "its end")
         self.read()
         return self.process.wait(0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import re
 import socket
@@ -24,7 +25,7 @@ from act_exporter.watch.page import Page, parse
 from act_exporter.watch.source import Reading, Source
 from act_exporter.watch.trail import Trail, sparks
 from act_exporter.watch.words import count, duration, number, share
-from tests.act_exporter.watched import wait_until
+from deploy.demo.servers import wait_for
 
 NOW = 1_800_000_000.0
 
@@ -407,21 +408,24 @@ class TestSource:
             connection, _ = server.accept()
             asked.append(connection)
             connection.sendall(b"HTTP/1.0 200 OK\r\n")
-            for _ in range(5):
+            for part in itertools.count():
+                if part >= 5 and asked_again.is_set():
+                    break
                 time.sleep(0.1)
                 connection.sendall(b"X-Slow: yes\r\n")
             connection.sendall(b'\r\nact_step{run="gpt",rank="0"} 7\n')
             connection.close()
 
-        heard = threading.Event()
+        heard, asked_again = threading.Event(), threading.Event()
         with socket.create_server(("127.0.0.1", 0)) as server:
             thread = threading.Thread(target=serve, args=[server])
             thread.start()
             source = Source(f"127.0.0.1:{server.getsockname()[1]}", heard.set)
             source.ask(0.4)
-            wait_until(lambda: asked, "the first request")
+            wait_for(lambda: asked, "the first request")
             for _ in range(3):
                 source.ask(0.4)
+            asked_again.set()
             assert heard.wait(30)
             source.wait(30)
             thread.join()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -102,10 +101,3 @@ def answering(answer: Callable[[], tuple[int, bytes]]) -> Iterator[Answering]:
         served.server.shutdown()
         served.server.server_close()
         thread.join()
-
-
-def wait_until(holds: Callable[[], object], what: str, seconds: float = 30) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
-        time.sleep(0.02)

@@ -1,6 +1,6 @@
 """`act-alerting` with one fault in it, as a process of its own for tests.test_faults.
 
-    python -m tests.alerting.faulty FAULT[=ARGUMENT] serve --config receiver.yml
+    python -m tests.alerting.faulty FAULT[=ARGUMENT][+FAULT ...] serve --config receiver.yml
 
 A step of `DEATHS` ends the process there by SIGKILL, as the kernel would. Nothing but the place is
 chosen here: the process is the shipped one up to that point.
@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 import alerting.claims
 import alerting.messenger
 import alerting.receiver
+import alerting.worker
 from alerting.claims import Claims
 from alerting.cli import main
 from alerting.control import ControlDirectory
@@ -34,6 +35,8 @@ from alerting.worker import Worker
 
 SLOW_SECONDS = 13.0
 """Alertmanager waits 10 s, or its group_interval where that is more, and then cuts."""
+RETRIED_SECONDS = 600.0
+"""Nothing else that a test waits for takes so long."""
 LOCKED_SECONDS = 7.0
 """Longer than a write waits for somebody else's lock (5 s)."""
 
@@ -138,10 +141,21 @@ CLAIM_DEATHS: dict[str, Callable[[], None]] = {
 """Of a message, where receivers have a folder in common."""
 
 
-def wait_briefly() -> None:
-    """What a dead receiver was sending is taken over soon."""
-    alerting.claims.PATIENCE_SECONDS = 1.0
+def look_often() -> None:
+    """At what another receiver is sending; what a tool did not take is sent again much later."""
     alerting.messenger.RECHECK_SECONDS = 0.2
+    alerting.messenger.FIRST_WAIT_SECONDS = RETRIED_SECONDS
+
+
+def never_look() -> None:
+    """The worker acts only when it is told of a delivery."""
+    alerting.worker.POLL_SECONDS = 600.0
+
+
+def wait_briefly() -> None:
+    """What a dead receiver was sending is taken over soon, and so is what a slow one sends."""
+    alerting.claims.PATIENCE_SECONDS = 1.0
+    look_often()
 
 
 def answer_slowly() -> None:
@@ -210,6 +224,8 @@ def shift_the_clock(path: str) -> None:
 FAULTS: dict[str, Callable[..., None]] = {
     **DEATHS,
     **CLAIM_DEATHS,
+    "woken": never_look,
+    "attentive": look_often,
     "impatient": wait_briefly,
     "slow": answer_slowly,
     "full": fill_the_disk_at_the_request,
@@ -218,6 +234,7 @@ FAULTS: dict[str, Callable[..., None]] = {
 }
 
 if __name__ == "__main__":
-    fault, _, argument = sys.argv.pop(1).partition("=")
-    FAULTS[fault](*([argument] if argument else []))
+    for chosen in sys.argv.pop(1).split("+"):
+        fault, _, argument = chosen.partition("=")
+        FAULTS[fault](*([argument] if argument else []))
     main()

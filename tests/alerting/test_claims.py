@@ -17,10 +17,12 @@ import pytest
 
 import alerting.claims
 from alerting.claims import Claim, Claims
+from alerting.files import write_atomically
+from alerting.settings import DEFAULT_REQUEST_DEADLINE_SECONDS, DEFAULT_WATCHDOG_SECONDS
 from deploy.demo.servers import REPOSITORY, wait_for
 from tests.alerting.bots import Bot, FeishuBot
 from tests.alerting.deliveries import alert, register, status, text
-from tests.alerting.faulty import CLAIM_DEATHS
+from tests.alerting.faulty import CLAIM_DEATHS, RETRIED_SECONDS
 from tests.alerting.test_control import answer_to
 from tests.alerting.test_escalation import writes_down
 from tests.alerting.test_faults import FAULTY, is_about, wait_for_death, wait_for_request
@@ -39,13 +41,18 @@ from pathlib import Path
 import alerting.claims
 from alerting.claims import Claims
 
-shared, go, out, patience = *map(Path, sys.argv[1:4]), float(sys.argv[4])
-alerting.claims.PATIENCE_SECONDS = patience
-claims = Claims(shared)
+shared, go, out = map(Path, sys.argv[1:4])
+now = 0.0
+claims = Claims(shared, lambda: now)
+left = {f"message {number}" for number in range(20)}
+if shared.exists():
+    # What a dead one was sending was seen long ago; of the living none is ever waited for too long.
+    for key in left:
+        assert not claims.take(key, 1_700_000_000.0, 0.0).mine
+    now = alerting.claims.PATIENCE_SECONDS
 print("ready", flush=True)
 while not go.exists():
     time.sleep(0.001)
-left = {f"message {number}" for number in range(20)}
 while left:
     for key in sorted(left):
         claim = claims.take(key, 1_700_000_000.0, 0.0)
@@ -138,7 +145,7 @@ class TestClaims:
     def test_of_processes_at_once_exactly_one_sends_each(
         self, tmp_path: Path, shared: Path
     ) -> None:
-        assert self.race(tmp_path, shared, 60.0) == [1] * 20
+        assert self.race(tmp_path, shared) == [1] * 20
 
     def test_of_processes_that_want_a_dead_ones_place_exactly_one_gets_it(
         self, tmp_path: Path, shared: Path
@@ -146,12 +153,12 @@ class TestClaims:
         dead = Claims(shared)
         for number in range(20):
             mine(dead, f"message {number}")
-        assert self.race(tmp_path, shared, 0.5) == [1] * 20
+        assert self.race(tmp_path, shared) == [1] * 20
 
-    def race(self, folder: Path, shared: Path, patience: float) -> list[int]:
+    def race(self, folder: Path, shared: Path) -> list[int]:
         """How often each message was sent."""
         go, out = folder / "go", folder / "sent"
-        argv = [sys.executable, "-c", SENDER, shared, go, out, str(patience)]
+        argv = [sys.executable, "-c", SENDER, shared, go, out]
         processes = [
             subprocess.Popen(argv, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
             for _ in range(4)
@@ -209,11 +216,11 @@ class TestAway:
         self, shared: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Who opens a pipe that nobody writes to hangs as over a dead mount."""
-        monkeypatch.setattr(alerting.claims, "LIMIT_SECONDS", 0.2)
         claims = Claims(shared)
         path = mine(Claims(shared)).path
         path.unlink()
         os.mkfifo(path)
+        monkeypatch.setattr(alerting.claims, "LIMIT_SECONDS", 0.2)
         begun = time.monotonic()
         assert claims.take("key", AT, AT - ONCE) is None
         monkeypatch.setattr(alerting.claims, "LIMIT_SECONDS", 30.0)
@@ -230,19 +237,32 @@ class TestAway:
 def two(
     folder: Path, keys: dict[str, Any] | None = None, *, left: Bot, right: Bot, fault: str = ""
 ) -> Iterator[tuple[Receiver, Receiver]]:
-    """Two receivers over one runs folder, which share; the left one may have a fault."""
+    """Two receivers over one runs folder, which share; the left one may have a fault.
+
+    Both go by a clock that `later` sets. Where the left one dies, it is soon not waited for.
+    """
     runs = folder / "runs"
     runs.mkdir(exist_ok=True)
     keys = {"shared": str(runs / ".act-messages")} | (keys or {})
-    impatient = (FAULTY, "impatient")
+    offset = folder / "offset"
+    if not offset.exists():
+        offset.write_text("0")
+    sound = (FAULTY, f"{'impatient' if fault else 'attentive'}+clock={offset}")
     with contextlib.ExitStack() as opened:
         pair = []
         for name, bot in (("left", left), ("right", right)):
             (folder / name).mkdir(exist_ok=True)
-            module = (FAULTY, fault) if name == "left" and fault else impatient
+            module = (FAULTY, fault) if name == "left" and fault else sound
             one = receiving(folder / name, keys=keys, module=module, runs=runs, feishu=bot)
             pair.append(opened.enter_context(one))
         yield pair[0], pair[1]
+
+
+def later(folder: Path, seconds: float) -> None:
+    """So much time has passed for the receivers in `folder`."""
+    offset = folder / "offset"
+    # Whole at any moment, since they read it all the time.
+    write_atomically(offset, str(float(offset.read_text()) + seconds), durable=False)
 
 
 def results(receiver: Receiver) -> list[str | None]:
@@ -289,6 +309,7 @@ class TestTwo:
             wait_for(lambda: cut.posts, "an attempt in vain")
             tell(right)
             assert wait_until_ended(right, 1) == ["sent"]
+            later(tmp_path, RETRIED_SECONDS)
             assert wait_until_ended(left, 1) == ["other"]
             assert len(cut.posts) == 1
 
@@ -344,8 +365,8 @@ class TestRequests:
             assert (row["result"], row["new_generation"]) == ("done", answer_to(asked).generation)
             if dies:
                 # Repaired two hours later, it hears what became of its request, and who told it.
-                (tmp_path / "offset").write_text("7200")
-                module = (FAULTY, f"clock={tmp_path / 'offset'}")
+                (tmp_path / "repaired").write_text("7200")
+                module = (FAULTY, f"clock={tmp_path / 'repaired'}")
                 keys = {"shared": str(tmp_path / "runs" / ".act-messages")}
                 folder = tmp_path / "left"
                 repaired = receiving(folder, keys=keys, module=module, runs=left.runs, feishu=bot)
@@ -359,7 +380,7 @@ class TestRequests:
         self, tmp_path: Path, dies: bool
     ) -> None:
         escalated = tmp_path / "escalated"
-        keys = {"request_deadline_seconds": 3.0, "escalate": writes_down(escalated)}
+        keys = {"escalate": writes_down(escalated)}
         control = register(tmp_path / "runs")
         with FeishuBot().serving() as bot, two(tmp_path, keys, left=bot, right=bot) as pair:
             for receiver in pair:
@@ -367,6 +388,7 @@ class TestRequests:
             asked = wait_for_request(control)
             if dies:
                 pair[0].server.kill()
+            later(tmp_path, DEFAULT_REQUEST_DEADLINE_SECONDS)
             for receiver in pair[dies:]:
                 wait_until_ended(receiver, 1)
                 wait_for(
@@ -382,13 +404,13 @@ class TestRequests:
         (tmp_path / "file").touch()
         keys = {
             "shared": str(tmp_path / "file"),
-            "request_deadline_seconds": 1.0,
             "escalate": writes_down(escalated),
         }
         register(tmp_path / "runs")
         with FeishuBot().serving() as bot, two(tmp_path, keys, left=bot, right=bot) as pair:
             for receiver in pair:
                 receiver.decisions(receiver.deliver(alert()))
+            later(tmp_path, DEFAULT_REQUEST_DEADLINE_SECONDS)
             for receiver in pair:
                 wait_until_ended(receiver, 1)
             wait_for(
@@ -412,12 +434,24 @@ class TestRequests:
 
 
 class TestWatchdog:
+    def miss(self, folder: Path, *receivers: Receiver) -> None:
+        """No watchdog for so long, once the last one was seen to come."""
+        for receiver in receivers:
+            wait_for(
+                lambda r=receiver: (
+                    (age := r.metric("act_watchdog_age_seconds")) is not None
+                    and age < DEFAULT_WATCHDOG_SECONDS
+                ),
+                "the watchdog's age",
+            )
+        later(folder, DEFAULT_WATCHDOG_SECONDS)
+
     def test_each_absence_and_each_return_is_told_once(self, tmp_path: Path) -> None:
-        keys = {"watchdog_seconds": 2}
-        with FeishuBot().serving() as bot, two(tmp_path, keys, left=bot, right=bot) as pair:
+        with FeishuBot().serving() as bot, two(tmp_path, left=bot, right=bot) as pair:
+            for receiver in pair:
+                assert post_watchdog(receiver, text(WATCHDOG)).ok
             for absence in (1, 2):
-                for receiver in pair:
-                    assert post_watchdog(receiver, text(WATCHDOG)).ok
+                self.miss(tmp_path, *pair)
                 for receiver in pair:
                     wait_until_ended(receiver, 2 * absence - 1)
                 assert (is_about(bot, AWAY), is_about(bot, BACK)) == (absence, absence - 1)
@@ -429,12 +463,12 @@ class TestWatchdog:
 
     def test_what_only_one_misses_is_told(self, tmp_path: Path) -> None:
         """Who was told by one that has died since is told of the next absence all the same."""
-        keys = {"watchdog_seconds": 2}
-        with FeishuBot().serving() as bot, two(tmp_path, keys, left=bot, right=bot) as pair:
-            left, right = pair
+        with FeishuBot().serving() as bot, two(tmp_path, left=bot, right=bot) as (left, right):
             assert post_watchdog(left, text(WATCHDOG)).ok
+            self.miss(tmp_path, left)
             assert wait_until_ended(left, 1) == ["sent"]
             left.server.kill()
             assert post_watchdog(right, text(WATCHDOG)).ok
+            self.miss(tmp_path, right)
             assert wait_until_ended(right, 1) == ["sent"]
         assert is_about(bot, AWAY) == 2

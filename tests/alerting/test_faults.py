@@ -57,6 +57,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from alerting.control import ControlDirectory, Request
+from alerting.files import write_atomically
 from deploy.demo.servers import Server, binary, free_port, running, wait_for
 from deploy.demo.stack import render_alertmanager
 from tests.alerting.bots import Bot, FeishuBot
@@ -134,7 +135,7 @@ def alertmanager(
     ]
     with running(name, argv, folder) as server:
         url = f"http://127.0.0.1:{own}"
-        server.wait_for(lambda: requests.get(f"{url}/-/ready", timeout=5).ok, "readiness")
+        server.wait_for(lambda: requests.get(f"{url}/-/ready", timeout=30).ok, "readiness")
         yield Alertmanager(server, url)
 
 
@@ -487,7 +488,8 @@ class TestClock:
             tell(receiver)
             receiver.decisions(receiver.deliver(alert()))
             asked = wait_for_request(control)
-            offset.write_text("-86400")
+            # Whole at any moment, since the receiver reads it all the time.
+            write_atomically(offset, "-86400", durable=False)
             (repeat,) = receiver.decisions(receiver.deliver(alert()))
             assert (repeat["outcome"], repeat["request_id"]) == ("open", asked.id)
             # A backup of tomorrow keeps nobody from one today.
@@ -512,7 +514,7 @@ class TestStorm:
             FeishuBot().serving() as bot,
             receiving(tmp_path, feishu=bot) as receiver,
             alertmanager(
-                tmp_path, port_of(receiver), max_alerts=0, group_wait="1s", group_interval="2s"
+                tmp_path, port_of(receiver), max_alerts=0, group_wait="5s", group_interval="5s"
             ) as sender,
         ):
             storm = (

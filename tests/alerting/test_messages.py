@@ -343,7 +343,7 @@ class TestAlertmanager:
                 ]
                 server = opened.enter_context(running(name, argv, tmp_path))
                 urls.append(f"http://127.0.0.1:{port}")
-                server.wait_for(lambda: requests.get(f"{urls[-1]}/-/ready", timeout=5).ok, "ready")
+                server.wait_for(lambda: requests.get(f"{urls[-1]}/-/ready", timeout=30).ok, "ready")
 
             def delivered(count: int) -> bool:
                 labels = {"code": "202"}

@@ -30,7 +30,6 @@ from pathlib import Path
 
 import numpy as np
 from rich.progress import track
-from torch import nn
 
 from act_exporter.records import Sampled, Writing
 from act_exporter.rotation import _LEVEL, Limits
@@ -40,7 +39,7 @@ from tests.benchmarks.report import parser_of, setting, write
 
 RECORDS = 10_000_000
 TAPS = [
-    Tap(layer=f"model.layers.{block}.{place}", tensor="output", module=nn.Identity(), kind=place)
+    Tap(layer=f"model.layers.{block}.{place}", tensor="output", kind=place)
     for block in range(24)
     for place in ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj", "norm")
 ]

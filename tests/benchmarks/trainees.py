@@ -16,7 +16,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from deploy.demo.train import BYTES, GPT, MLP, Attention, Block, read_text
+from deploy.demo.text import BYTES, read_text
+from deploy.demo.train import GPT, MLP, Attention, Block
 
 BLOCKS, WIDTH, HEADS, CONTEXT, BATCH = 4, 32, 4, 32, 8
 RATE = 1e-3

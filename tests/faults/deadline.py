@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
+
+from deploy.demo.servers import wait_for
 
 SECONDS = 120
 """One that hangs must end; the longest starts torchrun with four ranks twice."""
@@ -11,7 +12,4 @@ SECONDS = 120
 
 def until(holds: Callable[[], bool]) -> None:
     """Wait for it."""
-    deadline = time.monotonic() + SECONDS
-    while not holds():
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.001)
+    wait_for(holds, "what never came", timeout=SECONDS, interval=0.001)

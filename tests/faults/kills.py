@@ -19,8 +19,8 @@ from tests.faults.scene import Stage, scene
 KILLS = 50
 QUICK_KILLS = 4
 STEPS_PER_KILL = 8
-LEAST_STEPS = 100
-"""Half a second: of a few kills none may come too late because this process had to wait."""
+LEAST_STEPS = 400
+"""Two seconds: of a few kills none may come too late because this process had to wait."""
 START_SECONDS = 0.3
 """A process of these is in its first step after about 0.2 s."""
 

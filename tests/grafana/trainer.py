@@ -27,7 +27,8 @@ from torch.utils.data import DataLoader
 
 from act_exporter import start_exporter
 from alerting.recovery import TrainingGuard
-from deploy.demo.train import GPT, Windows, read_text
+from deploy.demo.text import read_text
+from deploy.demo.train import GPT, Windows
 
 log = logging.getLogger("train")
 

@@ -51,7 +51,7 @@ class Scene:
     bot: FeishuBot
     knobs: Path
 
-    def wait(self, probe: Callable[[], T | None], what: str, timeout: float = 30.0) -> T:
+    def wait(self, probe: Callable[[], T | None], what: str, timeout: float = 60.0) -> T:
         """Until `probe` is true, and its answer; fails at once when the trainer has died."""
         answer = self.trainer.wait_for(probe, what, timeout)
         assert answer is not None
@@ -98,7 +98,6 @@ class Scene:
         self.wait(
             lambda: (self.value("act_checkpoint_last_step{RUN}") or 0) >= SETTLED_STEP,
             f"a checkpoint of step {SETTLED_STEP}",
-            timeout=60,
         )
         taps = self.value("count(act_layer_absmax{RUN})")
         assert taps
@@ -112,7 +111,7 @@ class Scene:
     def rows(self, statement: str, *parameters: Any) -> list[Row]:
         """Rows of the receiver's database, opened read-only."""
         uri = f"file:{self.stack.database}?mode=ro"
-        with contextlib.closing(sqlite3.connect(uri, uri=True, timeout=5)) as database:
+        with contextlib.closing(sqlite3.connect(uri, uri=True, timeout=30)) as database:
             database.row_factory = sqlite3.Row
             return [dict(row) for row in database.execute(statement, parameters)]
 

@@ -128,7 +128,7 @@ def fired(folder: Path, cases: dict[str, Case], wanted: set[str]) -> dict[str, A
     with prometheus(folder, data, [str(rules / "*.yml")]) as url:
 
         def all_fire() -> bool:
-            answer = requests.get(f"{url}/api/v1/alerts", timeout=5).json()
+            answer = requests.get(f"{url}/api/v1/alerts", timeout=30).json()
             for alert in answer["data"]["alerts"]:
                 if alert["state"] == "firing":
                     labels = alert["labels"]
@@ -138,7 +138,7 @@ def fired(folder: Path, cases: dict[str, Case], wanted: set[str]) -> dict[str, A
             return wanted <= found.keys()
 
         try:
-            wait_for(all_fire, "all to fire", timeout=20)
+            wait_for(all_fire, "all to fire", timeout=60)
         except TimeoutError:
             pytest.fail(f"not firing: {sorted(wanted - found.keys())}")
     return found
@@ -161,7 +161,7 @@ def prometheus(folder: Path, data: Path, rule_files: list[str]) -> Iterator[str]
     ]
     with running("prometheus", argv, folder):
         ready = f"http://{url}/-/ready"
-        wait_for(lambda: requests.get(ready, timeout=5).ok, "Prometheus", timeout=30)
+        wait_for(lambda: requests.get(ready, timeout=30).ok, "Prometheus")
         yield f"http://{url}"
 
 

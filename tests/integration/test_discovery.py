@@ -44,7 +44,7 @@ class Prometheus:
     def up(self) -> dict[str, str]:
         """By rank: what `up` is of the run now."""
         answer = requests.get(
-            f"{self._url}/api/v1/query", params={"query": 'up{run="gpt/7b"}'}, timeout=5
+            f"{self._url}/api/v1/query", params={"query": 'up{run="gpt/7b"}'}, timeout=30
         ).json()
         return {it["metric"]["rank"]: it["value"][1] for it in answer["data"]["result"]}
 

@@ -184,7 +184,7 @@ class TestFine:
         found = rows(deployment.receiver.database, "SELECT action, result FROM requests")
         assert found == [{"action": "drill", "result": "done"}]
         active = requests.get(
-            f"{deployment.alertmanager}/api/v2/alerts", params={"active": "true"}, timeout=5
+            f"{deployment.alertmanager}/api/v2/alerts", params={"active": "true"}, timeout=30
         ).json()
         assert active == []
 
@@ -237,11 +237,11 @@ class TestBroken:
             "createdBy": "test",
             "comment": "forgotten",
         }
-        identifier = requests.post(f"{api}/silences", json=silence, timeout=5).json()["silenceID"]
+        identifier = requests.post(f"{api}/silences", json=silence, timeout=30).json()["silenceID"]
         try:
             done = deployment.drill()
         finally:
-            requests.delete(f"{api}/silence/{identifier}", timeout=5).raise_for_status()
+            requests.delete(f"{api}/silence/{identifier}", timeout=30).raise_for_status()
         assert done.returncode == 1
         assert "a silence or an inhibit rule keeps the alert" in state_of("alertmanager", done)
 
@@ -298,7 +298,7 @@ class TestBroken:
         assert "there are: toy" in state_of("run", done)
         assert state_of("alertmanager", done).startswith("skipped")
         found = requests.get(
-            f"{deployment.alertmanager}/api/v2/alerts", params={"filter": 'run="tyo"'}, timeout=5
+            f"{deployment.alertmanager}/api/v2/alerts", params={"filter": 'run="tyo"'}, timeout=30
         ).json()
         assert found == []
         assert len(deployment.told()) == before

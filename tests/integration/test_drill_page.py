@@ -65,7 +65,7 @@ class Desk:
 
     def step(self) -> int:
         """The last step that the trainer's own page has."""
-        page = requests.get(f"http://localhost:{self.port}/metrics", timeout=5).text
+        page = requests.get(f"http://localhost:{self.port}/metrics", timeout=30).text
         found = re.search(r"^act_step{.*} (\d+)", page, re.MULTILINE)
         return int(found[1]) if found else 0
 

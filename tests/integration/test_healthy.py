@@ -33,7 +33,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
 
 def test_every_shipped_job_is_scraped(scene: Scene) -> None:
     """The four jobs of prometheus.yml are up, without an error at the last scrape."""
-    targets = requests.get(f"{scene.stack.urls['prometheus']}/api/v1/targets", timeout=5).json()
+    targets = requests.get(f"{scene.stack.urls['prometheus']}/api/v1/targets", timeout=30).json()
     active = targets["data"]["activeTargets"]
     assert {target["labels"]["job"] for target in active} == {
         "act-exporter",
@@ -48,7 +48,7 @@ def test_every_shipped_job_is_scraped(scene: Scene) -> None:
 def test_promtool_finds_nothing_in_a_page(scene: Scene, page: str) -> None:
     """`promtool check metrics` has no lint about the names, types and help texts."""
     urls = {"exporter": scene.exporter_url, "receiver": f"{scene.stack.urls['receiver']}/metrics"}
-    text = requests.get(urls[page], timeout=5)
+    text = requests.get(urls[page], timeout=30)
     assert text.headers["Content-Type"].startswith("text/plain")
     done = subprocess.run(
         [binary("promtool"), "check", "metrics"],
@@ -62,7 +62,7 @@ def test_promtool_finds_nothing_in_a_page(scene: Scene, page: str) -> None:
 def test_prometheus_takes_the_whole_page_as_it_is(scene: Scene) -> None:
     """As OpenMetrics; every sample is stored, under its own labels."""
     scene.wait(lambda: (scene.value("act_step{RUN}") or 0) > SETTLED_STEP, "a few scrapes")
-    answer = requests.get(scene.exporter_url, headers={"Accept": PROMETHEUS_ACCEPTS}, timeout=5)
+    answer = requests.get(scene.exporter_url, headers={"Accept": PROMETHEUS_ACCEPTS}, timeout=30)
     assert answer.headers["Content-Type"].startswith("application/openmetrics-text")
     samples = [
         sample

@@ -74,7 +74,7 @@ def test_a_bad_layer_is_rolled_back_once_and_people_are_told(scene: Scene) -> No
         f"{scene.stack.urls['receiver']}/alerts",
         data=delivery["payload"].encode(),
         headers={"Authorization": f"Bearer {token}", "Content-Type": "application/json"},
-        timeout=5,
+        timeout=30,
     )
     assert answer.ok, answer.text
     scene.wait(lambda: scene.recoveries("refused"), "a refusal by the guard")

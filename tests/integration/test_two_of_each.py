@@ -89,7 +89,7 @@ class Pair:
                 alert["labels"]["alertname"] == "ActRunaway"
                 for name in self.servers
                 if name.startswith("alertmanager")
-                for alert in requests.get(f"{self.urls[name]}/api/v2/alerts", timeout=5).json()
+                for alert in requests.get(f"{self.urls[name]}/api/v2/alerts", timeout=30).json()
             )
 
         self.scene.wait(alerted, "the alert in Alertmanager")
@@ -211,11 +211,11 @@ def with_mail(config: dict[str, Any], mailbox: Mailbox, password: Path) -> dict[
 def is_in_touch(pair: Pair, number: int) -> bool:
     """Whether an Alertmanager has its peer, and Prometheus both of them and every layer."""
     url = pair.urls[f"alertmanager-{number}"]
-    mesh = requests.get(f"{url}/api/v2/status", timeout=5).json()["cluster"]
+    mesh = requests.get(f"{url}/api/v2/status", timeout=30).json()["cluster"]
     url = pair.urls[f"prometheus-{number}"]
-    found = requests.get(f"{url}/api/v1/alertmanagers", timeout=5).json()["data"]
+    found = requests.get(f"{url}/api/v1/alertmanagers", timeout=30).json()["data"]
     query = {"query": f'count(layer:act_layer_absmax:baseline_ratio{{run="{RUN}"}})'}
-    seen = requests.get(f"{url}/api/v1/query", params=query, timeout=5).json()["data"]["result"]
+    seen = requests.get(f"{url}/api/v1/query", params=query, timeout=30).json()["data"]["result"]
     return (
         len(mesh["peers"]) == 2
         and mesh["status"] == "ready"

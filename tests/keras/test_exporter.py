@@ -106,7 +106,7 @@ class TestRefusals:
             start_exporter(model, 0)
 
     def test_no_model(self):
-        with pytest.raises(SettingError, match="must be a keras.Model, not Dense"):
+        with pytest.raises(SettingError, match=r"must be a keras.Model, not Dense"):
             start_exporter(keras.layers.Dense(1), 0)
 
     def test_another_backend_and_torch_is_never_imported(self):

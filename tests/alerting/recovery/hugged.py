@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 from transformers.trainer_utils import set_seed
 
 from alerting.recovery.huggingface import HuggingFaceGuard
-from tests.alerting.recovery.trainer import FakeDetector, open_request
+from alerting.recovery.reentry import Framework, FrameworkState
+from alerting.recovery.run import GuardedRun
+from tests.alerting.recovery.trainer import FakeDetector, open_request, wait_for_save
 
 GUARDED: dict[str, Any] = {"save_every_steps": 5, "onset_margin_steps": 2}
 
@@ -115,27 +116,32 @@ class Signalled(TrainerCallback):
             os.kill(os.getpid(), self._number)
 
 
+class OpenGuard(HuggingFaceGuard):
+    """Shows the run that it makes when it trains."""
+
+    made: GuardedRun
+
+    def _guarded(self, framework: Framework) -> tuple[GuardedRun, FrameworkState]:
+        self.made, state = super()._guarded(framework)
+        return self.made, state
+
+
 class Patient(TrainerCallback):
     """Waits for each save's files: these steps are faster, and would outrun them."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, guard: OpenGuard) -> None:
+        self._guard = guard
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        deadline = time.monotonic() + 30
-        while any(
-            not (saving / "manifest.json").exists()
-            for saving in self._folder.glob("checkpoints/.saving-*")
-        ):
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        wait_for_save(self._guard.made)
 
 
 def main(folder: Path, what: str = "", step: str = "0") -> None:
     """Train, with a signal or a fault at a step; write the records at the end, however it comes."""
     torch.set_num_threads(1)
     detector = FakeDetector()
-    callbacks: list[TrainerCallback] = [Patient(folder)]
+    guard = OpenGuard(folder, exporter=detector, **GUARDED)
+    callbacks: list[TrainerCallback] = [Patient(guard)]
     if what == "fault":
         callbacks.append(Fault(int(step), detector, folder))
     elif what:
@@ -143,7 +149,7 @@ def main(folder: Path, what: str = "", step: str = "0") -> None:
     backend = {"ddp_backend": "gloo"} if "RANK" in os.environ else {}
     recorder = trainer(folder / "output", *callbacks, **backend)
     try:
-        HuggingFaceGuard(folder, exporter=detector, **GUARDED).run(recorder)
+        guard.run(recorder)
     finally:
         rank = recorder.args.process_index
         (folder / f"rank-{rank}.json").write_text(json.dumps(recorder.records))

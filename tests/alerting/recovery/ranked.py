@@ -31,7 +31,12 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from alerting.recovery import ClipGradients, LowerLearningRate, SkipBatches, TrainingGuard
 from deploy.demo.servers import REPOSITORY, free_port
-from tests.alerting.recovery.trainer import FakeDetector, Numbered, open_request
+from tests.alerting.recovery.trainer import (
+    FakeDetector,
+    Numbered,
+    open_request,
+    wait_for_save,
+)
 
 SECONDS = 90
 """A test that hangs must end; starting four processes with torch takes ten of them."""
@@ -116,16 +121,9 @@ class Ranked:
         loss.backward()
         self.optimizer.step()
         self.note.value = step + 1000 * self.rank
-        self.wait_for_files()
+        wait_for_save(self.guard._run)
         draws = torch.rand(()).item(), random.random(), float(np.random.normal())
         return [step, ids.tolist(), loss.item(), self.weight(), self.note.value, *draws, stood]
-
-    def wait_for_files(self) -> None:
-        """These steps take a millisecond: without waiting, saves would fall on any step."""
-        deadline = time.monotonic() + 30
-        while self.guard._run.saver.writing:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
 
     def trouble(self, step: int) -> None:
         """What the plan has for this rank at this step: {"rank": R, "step": S, "what": ...}."""

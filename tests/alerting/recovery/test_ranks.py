@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from alerting.exit_codes import RESTART
-from tests.alerting.recovery.ranked import last_of, run, start, steps_of
+from deploy.demo.servers import wait_for
+from tests.alerting.recovery.ranked import SECONDS, last_of, run, start, steps_of
 from tests.alerting.recovery.trainer import open_request, read_json
 
 TOTAL = 22
@@ -37,8 +36,14 @@ class TestResume:
     ):
         folder = tmp_path / "run"
         job = start(folder, tmp_path, 2, kind, total=TOTAL)
-        while len(last_of(tmp_path, 0)) < 13 and all(p.poll() is None for p in job.processes):
-            time.sleep(0.001)
+        wait_for(
+            lambda: (
+                len(last_of(tmp_path, 0)) >= 13 or any(p.poll() is not None for p in job.processes)
+            ),
+            "step 13",
+            timeout=SECONDS,
+            interval=0.001,
+        )
         for process in job.processes:
             process.kill()
         job.wait()

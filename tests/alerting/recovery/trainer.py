@@ -19,6 +19,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from alerting.control import Action, ControlDirectory, Request, new_request_id
 from alerting.recovery import TrainingGuard
+from alerting.recovery.run import GuardedRun
+from deploy.demo.servers import wait_for
 
 torch.set_num_threads(1)
 
@@ -154,7 +156,7 @@ class Trainer:
         self.scheduler.step()
         self.average.update(self.model[0].weight)
         if self.patient:
-            self.wait_for_files()
+            wait_for_save(self.guard._run)
         return (
             step,
             tuple(ids.tolist()),
@@ -166,14 +168,6 @@ class Trainer:
             random.random(),
             np.random.normal(),
         )
-
-    def wait_for_files(self) -> None:
-        """These steps take a millisecond: without waiting, saves would fall on any step."""
-        save = self.guard._run.saver._save
-        deadline = time.monotonic() + 30
-        while save is not None and not save.done:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
 
     def run(self, total: int = 30, stop_after: int | None = None) -> list[Record]:
         """Train; a stop is a break out of the loop, after the step and before its boundary."""
@@ -206,6 +200,14 @@ class Trainer:
 
     def health(self, name: str) -> str:
         return read_json(self.folder / "checkpoints" / name / "health.json")["health"]
+
+
+def wait_for_save(run: GuardedRun) -> None:
+    """Until the files of the save in flight are there, so that the next boundary publishes it.
+
+    The steps of tests take a millisecond: the disk's speed would say which of them are saved.
+    """
+    wait_for(lambda: not run.saver.writing, "the files of a save", timeout=60, interval=0.001)
 
 
 def request_of(

@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+from deploy.demo.servers import wait_for
 from tests.alerting.recovery.trainer import Trainer
 
 STEPS = 20
@@ -20,6 +21,11 @@ STEPS = 20
 def sleep_for_ever() -> None:
     while True:
         time.sleep(60)
+
+
+def wait_to_be_told(trainer: Trainer) -> None:
+    """A step that lasts until the guard has heard a signal."""
+    wait_for(lambda: trainer.guard._run._signals.received, "a signal", timeout=60)
 
 
 def meet(fault: str, folder: Path, trainer: Trainer) -> None:
@@ -45,14 +51,13 @@ def meet(fault: str, folder: Path, trainer: Trainer) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
     if fault == "asks to be told":
         os.kill(os.getppid(), signal.SIGUSR1)
-        while not trainer.guard._run._signals.received:
-            time.sleep(0.01)
+        wait_to_be_told(trainer)
     if fault == "ready":
         (folder / "ready").write_text(str(os.getpid()))
         sleep_for_ever()
     if fault == "slow":
         (folder / "ready").write_text(str(os.getpid()))
-        time.sleep(5)
+        wait_to_be_told(trainer)
 
 
 def catch_usr1(folder: Path) -> None:

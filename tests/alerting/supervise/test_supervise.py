@@ -7,15 +7,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from alerting.exit_codes import GAVE_UP, HALTED, RESTART
-from deploy.demo.servers import REPOSITORY
+from deploy.demo.servers import REPOSITORY, wait_for
 from tests.alerting.recovery.trainer import read_json, uninterrupted
 from tests.alerting.supervise.child import STEPS
 
@@ -23,6 +22,8 @@ COMMAND = Path(sys.executable).with_name("act-alerting")
 CHILD = "tests.alerting.supervise.child"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1")
 WAIT_SECONDS = 60
+HANGS = ("12", "--stall-seconds", "10")
+"""For trainers that hang at step 12; a step with a save on a slow disk takes less."""
 
 
 class Run:
@@ -39,8 +40,8 @@ class Run:
     ) -> Iterator[subprocess.Popen[bytes]]:
         trainer = (*(launcher or (sys.executable,)), "-m", CHILD)
         command = [
-            COMMAND, "supervise", "--run-folder", self.folder, "--stall-seconds", "5",
-            "--grace-seconds", "1", *options, "--",
+            COMMAND, "supervise", "--run-folder", self.folder, "--grace-seconds", "1", *options,
+            "--",
             *trainer, self.folder, self.steps, fault, when,
         ]  # fmt: skip
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
@@ -65,8 +66,7 @@ class Run:
     def ready(self) -> int:
         """Wait for the trainer to say that it is; its process id."""
         sign = self.folder / "ready"
-        until(lambda: sign.exists() and sign.read_text() != "")
-        return int(sign.read_text())
+        return int(wait_for(sign.read_text, "the trainer", timeout=WAIT_SECONDS))
 
     def starts(self) -> int:
         return self.words().count("Started ")
@@ -80,13 +80,6 @@ class Run:
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     return Run(tmp_path)
-
-
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def lives(pid: int) -> bool:
@@ -119,7 +112,7 @@ class TestRestarts:
 
     @pytest.mark.parametrize("fault", ["crash", "sleep"])
     def test_under_torchrun(self, run, tmp_path, fault) -> None:
-        assert run.supervise(fault, launcher=TORCHRUN) == 0, run.words()
+        assert run.supervise(fault, *HANGS, launcher=TORCHRUN) == 0, run.words()
         assert run.starts() == 2
         assert run.resumed_bitwise(tmp_path)
 
@@ -153,14 +146,14 @@ class TestRestarts:
 
 class TestHangs:
     def test_a_hung_trainer_is_killed_with_all_that_it_started(self, run, tmp_path) -> None:
-        assert run.supervise("sleep") == 0, run.words()
+        assert run.supervise("sleep", *HANGS) == 0, run.words()
         assert not lives(int((run.folder / "lost").read_text()))
         assert run.starts() == 2
         assert "no step has ended for" in run.words()
         assert run.resumed_bitwise(tmp_path)
 
     def test_a_stopped_trainer_is_killed(self, run, tmp_path) -> None:
-        assert run.supervise("stopped") == 0, run.words()
+        assert run.supervise("stopped", *HANGS) == 0, run.words()
         assert run.starts() == 2
         assert run.resumed_bitwise(tmp_path)
 
@@ -181,7 +174,7 @@ class TestHangs:
 class TestSignals:
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
     def test_the_trainer_ends_with_the_supervisor(self, run, number) -> None:
-        with run.started("ready", "1", "--stall-seconds", "0", "--start-seconds", "0") as process:
+        with run.started("ready", "1") as process:
             trainer = run.ready()
             process.send_signal(number)
             assert process.wait(WAIT_SECONDS) == RESTART
@@ -193,25 +186,24 @@ class TestSignals:
         assert (run.folder / "checkpoints" / "step-00000012-g0").is_dir()
 
     def test_usr1_reaches_the_trainer(self, run) -> None:
-        with run.started("ready", "1", "--stall-seconds", "0", "--start-seconds", "0") as process:
+        with run.started("ready", "1") as process:
             run.ready()
             process.send_signal(signal.SIGUSR1)
-            until((run.folder / "usr1").exists)
+            wait_for((run.folder / "usr1").exists, "the signal", timeout=WAIT_SECONDS)
             assert process.poll() is None
 
     def test_it_ends_while_it_waits_for_a_restart(self, run) -> None:
         with run.started("import", "1", "--max-restarts", "9") as process:
-            until(lambda: "again in 2 s" in run.words())
+            wait_for(lambda: "again in 2 s" in run.words(), "a pause", timeout=WAIT_SECONDS)
             process.send_signal(signal.SIGTERM)
             assert process.wait(WAIT_SECONDS) == RESTART
 
     @pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["plain", "torchrun"])
     def test_the_trainer_does_not_outlive_a_killed_supervisor(self, run, launcher) -> None:
-        patient = ("--stall-seconds", "0", "--start-seconds", "0")
-        with run.started("slow", "1+", *patient, launcher=launcher) as process:
+        with run.started("slow", "1", launcher=launcher) as process:
             trainer = run.ready()
             process.kill()
-            until(lambda: not lives(trainer))
+            wait_for(lambda: not lives(trainer), "the trainer's end", timeout=WAIT_SECONDS)
         # It was told to end, and has saved.
         assert (
             json.loads((run.folder / "control" / "status.json").read_text())["state"] == "stopped"
