@@ -178,11 +178,6 @@ class TestCommands:
         written = {path.name: path.read_text() for path in tmp_path.iterdir()}
         assert written == {path.name: path.read_text() for path in shipped.glob("*.yml")}
 
-    def test_a_baseline_is_made_of_it(self, journal: Path, tmp_path: Path) -> None:
-        done = act_exporter("baseline", journal, "-o", tmp_path / "levels.json", "--steps", "20")
-        assert done.returncode == 0, done.stderr
-        assert (tmp_path / "levels.json").exists()
-
     def test_a_report_needs_packages_of_its_own_and_no_torch(self, journal: Path) -> None:
         done = run(
             "import sys; sys.modules['orjson'] = None\nfrom act_exporter.cli import main; main()",

@@ -15,16 +15,23 @@ CONTEXT, BATCH = 32, 8
 RATE = 1e-3
 
 
+def small() -> keras.Initializer:
+    """As GPT-2 begins, and the demo: from Keras' own beginning the gradients are others."""
+    return keras.initializers.RandomNormal(stddev=0.02)
+
+
 class Block(keras.layers.Layer):
     """A pre-norm transformer block."""
 
     def __init__(self, width: int, heads: int, **settings: Any) -> None:
         super().__init__(**settings)
         self.norm1 = keras.layers.LayerNormalization()
-        self.attn = keras.layers.MultiHeadAttention(heads, width // heads)
+        self.attn = keras.layers.MultiHeadAttention(
+            heads, width // heads, kernel_initializer=small()
+        )
         self.norm2 = keras.layers.LayerNormalization()
-        self.up = keras.layers.Dense(4 * width, activation="gelu")
-        self.down = keras.layers.Dense(width)
+        self.up = keras.layers.Dense(4 * width, "gelu", kernel_initializer=small())
+        self.down = keras.layers.Dense(width, kernel_initializer=small())
 
     def call(self, x: tf.Tensor) -> tf.Tensor:
         normed = self.norm1(x)
@@ -37,11 +44,11 @@ class GPT(keras.Model):
 
     def __init__(self, blocks: int, width: int, heads: int, context: int) -> None:
         super().__init__()
-        self.embed = keras.layers.Embedding(BYTES, width)
-        self.position = keras.layers.Embedding(context, width)
+        self.embed = keras.layers.Embedding(BYTES, width, small())
+        self.position = keras.layers.Embedding(context, width, small())
         self.blocks = [Block(width, heads) for _ in range(blocks)]
         self.norm = keras.layers.LayerNormalization()
-        self.head = keras.layers.Dense(BYTES, use_bias=False)
+        self.head = keras.layers.Dense(BYTES, use_bias=False, kernel_initializer=small())
 
     def call(self, tokens: tf.Tensor) -> tf.Tensor:
         x = self.embed(tokens) + self.position(tf.range(tf.shape(tokens)[1]))
@@ -66,7 +73,7 @@ def gpt(
     model = GPT(blocks, width, heads, context)
     model(np.zeros((1, context), np.int32))
     model.compile(
-        keras.optimizers.AdamW(RATE, beta_2=0.95, global_clipnorm=1.0),
+        keras.optimizers.AdamW(RATE, 0.01, beta_2=0.95, epsilon=1e-8, global_clipnorm=1.0),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         **{"jit_compile": False, **compiled},
     )
