@@ -16,10 +16,10 @@ from typing import Any
 
 import keras
 import numpy as np
-from act_exporter.integrations.keras import start_exporter
-from alerting.recovery.keras import KerasGuard
 
+from act_exporter.integrations.keras import start_exporter
 from alerting.exceptions import RecoveryHaltedError
+from alerting.recovery.keras import KerasGuard
 from deploy.demo.text import BYTES, read_text
 
 log = logging.getLogger("train")

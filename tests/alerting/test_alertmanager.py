@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import email.message
+import functools
 import json
 import re
 import subprocess
@@ -88,6 +89,7 @@ def amtool(*arguments: str | Path) -> str:
     return output
 
 
+@functools.cache  # the cases are a second's reading, and a storm has hundreds of alerts
 def seen_firing(alertname: str) -> dict[str, Any]:
     """The labels and annotations with which promtool's cases see an alert come out of the rules."""
     for path in CASES:
