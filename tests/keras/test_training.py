@@ -256,6 +256,8 @@ class TestNothingChanges:
         for one, other in zip(watched_weights, weights, strict=True):
             np.testing.assert_array_equal(one, other)
 
+    # Keras' own, of numpy from 2.4 on.
+    @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
     def test_what_is_saved_and_copied_holds_nothing_of_ours(self, tmp_path):
         model = mlp()
         x, y = numbers()
@@ -278,12 +280,12 @@ class TestNothingChanges:
 
     def test_a_closed_exporter_has_left_the_model(self):
         model = mlp()
-        owners = [model, *model.layers]
-        before = [set(vars(own)) for own in owners]
         with watched(model):
             model.fit(*numbers(), batch_size=8, verbose=0)
             optimizer = model.optimizer
-        assert [set(vars(own)) - {"_eval_epoch_iterator"} for own in owners] == before
+        ours = {"call", "make_train_function", "train_step", "compute_loss"}
+        for owner in (model, *model.layers):
+            assert not ours & set(vars(owner))
         assert "_backend_apply_gradients" not in vars(optimizer)
         assert not hasattr(model.train_function, "__wrapped__")
         model.fit(*numbers(), batch_size=8, verbose=0)

@@ -103,8 +103,7 @@ class Calls:
 
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            training = self._is_training(kwargs)
-            counts = training and not _recomputing()
+            training, counts = self._decide(kwargs)
             if counts:
                 self._begin(sides.get("input"), (args, kwargs))
             try:
@@ -120,18 +119,23 @@ class Calls:
 
         return call
 
-    def _is_training(self, kwargs: dict[str, Any]) -> bool:
-        training = None
+    def _decide(self, kwargs: dict[str, Any]) -> tuple[bool, bool]:
+        """Whether this call is one of training, and whether it counts."""
         try:
-            if in_stateless_scope():
-                return False  # only shapes are being found out
-            training = kwargs.get("training")
-            context = global_state.get_global_attribute("current_call_ctx")
-            if training is None and context is not None:
-                # A layer that takes none: as the call around it was told.
-                training = context.get_value("training")
+            training = self._is_training(kwargs)
+            return training, training and not _recomputing()
         except Exception as error:
             self._failed(error)
+            return False, False
+
+    def _is_training(self, kwargs: dict[str, Any]) -> bool:
+        if in_stateless_scope():
+            return False  # only shapes are being found out
+        training = kwargs.get("training")
+        context = global_state.get_global_attribute("current_call_ctx")
+        if training is None and context is not None:
+            # A layer that takes none: as the call around it was told.
+            training = context.get_value("training")
         return self.in_step if training is None else training is True
 
     def _begin(self, index: int | None, values: Any) -> None:
