@@ -5,7 +5,7 @@
 
 A small and a medium transformer on the standard library's text, each in a plain graph and in a
 compiled one (`jit_compile`): without the exporter, and with it at each step and at each tenth, with
-gradient norms and without. In each round all of them fit twenty steps, in turns in one process, and
+gradient norms and without. In each round all of them fit ten steps, in turns in one process, and
 the medians of the rounds' quotients are taken; ratios mean something on any machine, milliseconds
 only on the one that the file names. Writes build/bench/keras_fit.json, for each of them:
 
@@ -40,10 +40,10 @@ from tests.keras.trainee import batches, gpt
 
 MODELS = (
     {"blocks": 2, "width": 64, "context": 64, "batch": 8},
-    {"blocks": 4, "width": 256, "context": 128, "batch": 4},
+    {"blocks": 2, "width": 256, "context": 128, "batch": 4},
 )
-STEPS = 20
-"""Of one fit: of them two are looked at where each tenth is."""
+STEPS = 10
+"""Of one fit: one of them is looked at where each tenth is."""
 
 WATCHED = {
     f"each {every}. step, {'with' if gradients else 'without'} gradients": (every, gradients)
@@ -167,7 +167,7 @@ def main() -> None:
     """Measure and write the file."""
     parser = parser_of(__doc__, "keras_fit.json", "few rounds, the small model only")
     arguments = parser.parse_args()
-    models, rounds = (MODELS[:1], 3) if arguments.quick else (MODELS, 10)
+    models, rounds = (MODELS[:1], 3) if arguments.quick else (MODELS, 8)
     started = time.monotonic()
     fits = []
     for shape in models:
