@@ -18,10 +18,9 @@ from act_exporter.capacity.decoder import Decoder
 from act_exporter.capacity.series import MAX_SERIES, RUN_SERIES, count
 from act_exporter.collector import FAMILIES, LayerPage
 from act_exporter.exceptions import NothingToWatchError, SettingError
-from act_exporter.exporter import Reduce
 from act_exporter.history import Thresholds
 from act_exporter.layers import find_taps
-from act_exporter.torch_exporter import TorchExporter
+from act_exporter.torch_exporter import Reduce, TorchExporter
 
 SETTLED_STEPS = 130
 """A baseline is given; growth is known after 100."""

@@ -155,7 +155,7 @@ class TestRefusals:
 
     def test_a_model_that_only_calls_itself_built(self):
         model = Decoder()
-        with pytest.warns(UserWarning, match="not actually built"):
+        with pytest.warns(UserWarning, match="actually built"):
             model.build((None, 6))
         with pytest.raises(SettingError, match="is not built"):
             find_taps(model)
