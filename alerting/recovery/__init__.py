@@ -28,7 +28,14 @@ __all__ = [
 def __getattr__(name: str) -> object:
     # Imported when used: torch takes seconds, and the commands that look at checkpoints need none.
     if name == "TrainingGuard":
-        from alerting.recovery.guard import TrainingGuard
-
+        try:
+            from alerting.recovery.guard import TrainingGuard
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            raise ImportError(
+                "TrainingGuard guards trainings of torch, which is not installed: pip install"
+                " 'act-exporter[torch]'; alerting.recovery.keras has the guard for Keras"
+            ) from None
         return TrainingGuard
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
