@@ -158,6 +158,18 @@ class TestGradients:
                 "second": pytest.approx(norm(gradients[2:]), rel=1e-5),
             }
 
+    def test_a_layer_that_is_unfrozen_later_has_a_norm_from_then_on(self):
+        model = mlp()
+        model.layers[0].trainable = False
+        model.compile("sgd", "mse", jit_compile=False)
+        with watched(model) as exporter:
+            model.fit(*numbers(), batch_size=16, verbose=0)
+            assert set(exporter.gradients[-1].layers) == {"second"}
+            model.layers[0].trainable = True
+            model.compile("sgd", "mse", jit_compile=False)
+            model.fit(*numbers(), batch_size=16, verbose=0)
+            assert set(exporter.gradients[-1].layers) == {"first", "second"}
+
     def test_rows_that_are_looked_up_several_times(self):
         model = compile_decoder(decoder())
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
