@@ -45,7 +45,8 @@ class Silence:
     def _nothing_ran(self) -> str:
         return (
             f"no watched layer ran in training mode in {_ALL_STEPS} steps. Start the exporter on"
-            " the module that is called, before its first compiled call."
+            " the model that is called, before its first compiled call; in a loop of your own call"
+            " a Keras model with training=True."
         )
 
     def _some_did_not(self, silent: list[int]) -> str:

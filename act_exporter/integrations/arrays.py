@@ -24,7 +24,7 @@ from act_exporter.exceptions import NothingToWatchError, SettingError
 from act_exporter.exporter import Exporter
 from act_exporter.history import Thresholds
 from act_exporter.instrumentation import Instrumentation
-from act_exporter.rows import Array, Column, add_exactly, empty, merge
+from act_exporter.rows import NONFINITE_KINDS, Array, Column, add_exactly, empty, merge
 from act_exporter.sample import Sample
 from act_exporter.taps import Side, Tap
 
@@ -66,6 +66,8 @@ class ArrayExporter(Exporter):
                 mapping of statistics over its finite elements: "count", "mean", "std" (of the
                 population), "min" and "max", and if known "exceed_ratio" (0 to 1, the share above
                 `Thresholds.exceed` in absolute value), "nan", "posinf" and "neginf" (elements).
+                Where one of the five is not finite they are left out, and one element is taken for
+                NaN if none of the last three says more.
             tensor: whether that is the layer's input or its output.
         """
         try:
@@ -308,10 +310,14 @@ def _row_of(statistics: Mapping[str, Any]) -> Array:
         )
     row = empty(1)
     row[0, Column.CALLS] = 1
-    for kind, column in (("nan", Column.NAN), ("posinf", Column.POSINF), ("neginf", Column.NEGINF)):
+    for kind, column in NONFINITE_KINDS.items():
         row[0, column] = given.get(kind, 0.0)
     count = given["count"]
-    if count > 0:
+    if count > 0 and not all(math.isfinite(given[name]) for name in _NEEDED):
+        # They were made of all elements, not of the finite ones: so one at least is not.
+        if not row[0, list(NONFINITE_KINDS.values())].any():
+            row[0, Column.NAN] = 1
+    elif count > 0:
         row[0, Column.COUNT] = count
         row[0, Column.SUM] = given["mean"] * count
         row[0, Column.SUM_SQUARES] = (given["std"] ** 2 + given["mean"] ** 2) * count

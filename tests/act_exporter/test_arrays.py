@@ -92,6 +92,16 @@ class TestOneStep:
             values = [seen[name, layer, "output"] for layer in ("blocks.0", "blocks.1")]
             assert values[0] == pytest.approx(values[1]), name
 
+    @pytest.mark.parametrize("known", [{}, {"nan": 3}])
+    def test_statistics_that_are_not_finite_tell_of_elements_that_are_not(
+        self, exporter: ArrayExporter, known: dict[str, int]
+    ) -> None:
+        """The mean of an array with a NaN in it, as `jnp.mean` has it."""
+        statistics = dict.fromkeys(("mean", "std", "min", "max"), np.nan)
+        exporter.observe("embed", {"count": 8, **statistics, **known})
+        exporter.step()
+        assert exporter.onset() == 1
+
     def test_half_precision_has_its_own_headroom(self, exporter: ArrayExporter) -> None:
         exporter.observe("embed", np.array([32_752], dtype=np.float16))
         exporter.step()

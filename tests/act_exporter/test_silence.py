@@ -23,6 +23,7 @@ def test_nothing_ran_in_five_steps_and_is_said_once() -> None:
     assert messages(watch, 4, 0, 0) == []
     (message,) = messages(watch, 50, 0, 0)
     assert "no watched layer ran" in message
+    assert "training=True" in message  # what a loop of one's own with Keras forgets
 
 
 def test_steps_in_which_all_rest_are_no_silence_of_one() -> None:

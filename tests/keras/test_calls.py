@@ -71,6 +71,15 @@ def test_only_training_counts():
         assert exporter.row("first")[Column.CALLS] == 1
 
 
+@pytest.mark.parametrize("training", [True, 1, np.True_])
+def test_training_is_what_keras_takes_for_it(training):
+    model = mlp()
+    with watched(model) as exporter:
+        model(numbers()[0], training=training)
+        exporter.step()
+        assert exporter.row("first")[Column.CALLS] == 1
+
+
 def test_a_shared_layer_is_counted_at_each_call():
     given = keras.Input((4,))
     shared = layers.Dense(4, name="shared")

@@ -42,6 +42,25 @@ class TestSublayers:
         assert ("block_1", "output") in taps
         assert taps[-2:] == [("layer_normalization", "output"), ("dense", "output")]
 
+    def test_an_rnn_is_one_layer_since_kernels_for_gpus_never_call_its_cell(self):
+        model = keras.Sequential(
+            [
+                keras.Input((6, 4)),
+                layers.LSTM(4, return_sequences=True),
+                layers.LSTM(4, return_sequences=True),
+                layers.Bidirectional(layers.GRU(4)),
+                layers.Dense(1),
+            ]
+        )
+        assert named(model) == [
+            ("lstm", "output"),
+            ("lstm_1", "output"),
+            ("bidirectional.forward_layer", "output"),
+            ("bidirectional.backward_layer", "output"),
+            ("dense", "output"),
+        ]
+        assert "lstm.cell" not in {layer for layer, _ in named(model, "all")}
+
     def test_names_do_not_hang_on_what_was_made_before(self):
         assert named(functional()) == named(functional())
         assert named(decoder()) == named(decoder())

@@ -142,6 +142,16 @@ class TestSteps:
             assert exporter.row("dense")[Column.CALLS] == 1
             assert exporter._instrumentation.learning_rate == 0.25
 
+    @pytest.mark.parametrize("compiled", [True, False])
+    def test_a_loop_whose_optimizer_is_not_known_is_told_what_is_missing(self, compiled, caplog):
+        model = mlp() if compiled else keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        with watched(model) as exporter:
+            for _ in range(3):
+                model(numbers()[0], training=True)
+                exporter.step()
+        said = [record.message for record in caplog.records if "optimizer=" in record.message]
+        assert len(said) == (0 if compiled else 1)
+
 
 class TestGradients:
     def test_norms_are_those_before_clipping(self):
@@ -157,6 +167,18 @@ class TestGradients:
                 "first": pytest.approx(norm(gradients[:2]), rel=1e-5),
                 "second": pytest.approx(norm(gradients[2:]), rel=1e-5),
             }
+
+    def test_a_layer_that_is_unfrozen_later_has_a_norm_from_then_on(self):
+        model = mlp()
+        model.layers[0].trainable = False
+        model.compile("sgd", "mse", jit_compile=False)
+        with watched(model) as exporter:
+            model.fit(*numbers(), batch_size=16, verbose=0)
+            assert set(exporter.gradients[-1].layers) == {"second"}
+            model.layers[0].trainable = True
+            model.compile("sgd", "mse", jit_compile=False)
+            model.fit(*numbers(), batch_size=16, verbose=0)
+            assert set(exporter.gradients[-1].layers) == {"first", "second"}
 
     def test_rows_that_are_looked_up_several_times(self):
         model = compile_decoder(decoder())

@@ -136,7 +136,7 @@ class Calls:
         if training is None and context is not None:
             # A layer that takes none: as the call around it was told.
             training = context.get_value("training")
-        return self.in_step if training is None else training is True
+        return self.in_step if training is None else bool(training)
 
     def _begin(self, index: int | None, values: Any) -> None:
         self._nesting += 1

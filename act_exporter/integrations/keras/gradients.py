@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -35,10 +35,9 @@ class Gradients:
     def __init__(self, model: keras.Model, taps: Sequence[LayerTap], active: tf.Variable) -> None:
         self._places = {id(variable): place for place, variable in enumerate(model.variables)}
         self._active = active
-        trainable = {id(variable) for variable in model.trainable_variables}
         self.layers: dict[str, list[int]] = {}
         for tap in taps:
-            own = {self._places[id(own)] for own in tap.watched.variables if id(own) in trainable}
+            own = {self._places[id(own)] for own in _weights(tap.watched)}
             if own:
                 self.layers[tap.layer] = sorted(own)
         self.squares = Matrix(np.full((len(self._places) + 1, 1), _NONE))
@@ -73,6 +72,12 @@ class Gradients:
             if known[own].any()
         }
         return Norms(step, math.sqrt(sums.sum()), layers)
+
+
+def _weights(layer: keras.Layer) -> Iterator[Any]:
+    """All that can be trained, be it frozen now: it may be unfrozen later."""
+    for part in layer._flatten_layers():
+        yield from part._trainable_variables
 
 
 def _squares(gradient: Any, variable: Any) -> tf.Tensor:

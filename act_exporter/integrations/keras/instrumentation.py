@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,8 @@ from act_exporter.integrations.keras.optimizers import Optimizers
 from act_exporter.integrations.keras.training import TrainSteps
 from act_exporter.rows import Array
 from act_exporter.sample import Norms, Sample
+
+log = logging.getLogger(__name__)
 
 _NUMBERS = ("loss", "grad_norm", "loss_scale", "learning_rate")
 
@@ -180,6 +183,11 @@ class KerasInstrumentation(Instrumentation):
 
     def set_step(self, step: int) -> None:
         """The trainer counts the steps itself."""
+        if not self._steps.explicit and self._optimizers.iterations() is None:
+            log.warning(
+                "no optimizer of the model is known, so there will be no gradient norms and no"
+                " learning rate: give start_exporter that of your loop, as optimizer="
+            )
         self._steps.explicit = True
 
     def restart(self, step: int) -> None:

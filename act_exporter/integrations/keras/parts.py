@@ -40,8 +40,10 @@ class Part:
 
     @property
     def has_matrix(self) -> bool:
-        """Whether it has a weight of two dimensions or more itself."""
-        own = (*self.layer._trainable_variables, *self.layer._non_trainable_variables)
+        """Whether it has a weight of two dimensions or more itself; an RNN has its cell's."""
+        own = self.layer.weights
+        if self.composite:
+            own = (*self.layer._trainable_variables, *self.layer._non_trainable_variables)
         return any(len(variable.shape) >= 2 for variable in own)
 
     @property
@@ -73,6 +75,8 @@ def walk(model: keras.Model) -> Iterator[tuple[str, Part]]:
 
 def _children(layer: keras.Layer) -> list[tuple[str, keras.Layer]]:
     """Name and layer of all directly inside, each once."""
+    if isinstance(layer, keras.layers.RNN):
+        return []  # kernels for GPUs compute what its cell would, and never call it
     if not isinstance(layer, keras.Sequential | Functional):
         return _attributes(layer)
     layers = [own for own in layer.layers if not isinstance(own, keras.layers.InputLayer)]
