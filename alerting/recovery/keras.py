@@ -101,7 +101,7 @@ class KerasGuard:
         sample_weight: Any = None,
         shuffle: bool = True,
         seed: int = 0,
-        callbacks: Sequence[keras.callbacks.Callback] = (),
+        callbacks: Sequence[keras.callbacks.Callback] | None = None,
         **arguments: Any,
     ) -> keras.callbacks.History:
         """`model.fit`, from the newest healthy checkpoint of the run folder or from step 0.
@@ -143,7 +143,7 @@ class KerasGuard:
             self._model.train_function = None
         position = KerasPosition(dataset)
         state = self._live(position)
-        return fit.run(self._guarded(position, state), state, position, callbacks)
+        return fit.run(self._guarded(position, state), state, position, callbacks or ())
 
     def steps(
         self, total_steps: int, dataset: tf.data.Dataset | None = None

@@ -160,6 +160,34 @@ class TestFit:
         assert run.detector.resets == [0, 1]
         assert same(run.model, whole.model)
 
+    def test_a_py_dataset_whose_batches_have_other_lengths(self, tmp_path):
+        class Texts(keras.utils.PyDataset):
+            def __len__(self) -> int:
+                return 4
+
+            def __getitem__(self, index: int) -> tuple[Any, Any]:
+                return numpy.full((2, 3 + index), index), numpy.ones((2, 1))
+
+        def reader() -> keras.Model:
+            keras.utils.clear_session()
+            keras.utils.set_random_seed(0)
+            tokens = keras.Input((None,), dtype="int32")
+            embedded = keras.layers.Embedding(4, 2)(tokens)
+            pooled = keras.layers.GlobalAveragePooling1D()(embedded)
+            made = keras.Model(tokens, keras.layers.Dense(1)(pooled))
+            made.compile("adam", loss="mse")
+            return made
+
+        unguarded = reader()
+        unguarded.fit(Texts(), shuffle=False, epochs=2, verbose=0)
+        run = Guarded(tmp_path, reader())
+        run.fit(data=(Texts(),), shuffle=False, epochs=2)
+        assert same(run.model, unguarded)
+
+    def test_without_callbacks_as_keras_has_it(self, tmp_path):
+        KerasGuard(tmp_path, model=model()).fit(dataset(), callbacks=None, verbose=0)
+        assert ControlDirectory(tmp_path / "control").status().state == "finished"
+
     def test_unshuffled_arrays_and_py_datasets_are_keras_own(self, tmp_path):
         x, y = samples()
         unguarded = model()
@@ -524,6 +552,13 @@ class TestRefused:
         guard = KerasGuard(tmp_path, model=model(), **GUARDED)
         with pytest.raises(ConfigError, match=words):
             guard.fit(data(), verbose=0)
+
+    @pytest.mark.parametrize("argument", ["y", "sample_weight"])
+    @pytest.mark.parametrize("data", [dataset, Pairs])
+    def test_what_would_be_ignored_beside_a_dataset(self, tmp_path, data, argument):
+        guard = KerasGuard(tmp_path, model=model(), **GUARDED)
+        with pytest.raises(ConfigError, match="gives them itself"):
+            guard.fit(data(), **{argument: numpy.ones(SAMPLES)}, verbose=0)
 
     def test_several_replicas(self, tmp_path):
         devices = tf.config.list_logical_devices("CPU")
