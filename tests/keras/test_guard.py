@@ -323,6 +323,21 @@ class TestResume:
         with pytest.raises(CheckpointError, match="does not fit this run"):
             Guarded(tmp_path, other).fit(epochs=2)
 
+    def test_an_optimizer_with_other_variables_of_the_same_shapes_is_refused(self, tmp_path):
+        Guarded(tmp_path).fit(epochs=1)
+        other = model()
+        other.compile(keras.optimizers.Adadelta(), loss="mse", metrics=["mae"])
+        with pytest.raises(CheckpointError, match="accumulated_grad it has optimizer/.*momentum"):
+            Guarded(tmp_path, other).fit(epochs=2)
+
+    def test_an_optimizer_of_the_same_family_goes_on(self, tmp_path):
+        Guarded(tmp_path).fit(epochs=1)
+        other = model()
+        other.compile(keras.optimizers.AdamW(), loss="mse", metrics=["mae"])
+        run = Guarded(tmp_path, other)
+        run.fit(epochs=2)
+        assert run.detector.steps[0] == EPOCH
+
     def test_a_checkpoint_that_was_altered_is_passed_over(self, tmp_path):
         Guarded(tmp_path).fit(epochs=1)
         newest = names(tmp_path)[-1]
@@ -560,6 +575,27 @@ class TestRefused:
         with pytest.raises(ConfigError, match="gives them itself"):
             guard.fit(data(), **{argument: numpy.ones(SAMPLES)}, verbose=0)
 
+    @pytest.mark.parametrize("kept", [lambda own: own.scale, lambda own: own.generator.state])
+    def test_what_training_changes_and_nobody_saves(self, tmp_path, kept):
+        own = Wayward()
+        own.compile("adam", loss="mse")
+        state = {"one": kept(own)}
+        with pytest.raises(ConfigError, match=r"Wayward\.\w+ is not among .* pass it as state"):
+            KerasGuard(tmp_path, model=own, state=state).fit(dataset(), verbose=0)
+        state = {"scale": own.scale, "generator": own.generator.state}
+        run = Guarded(tmp_path, own, state=state)
+        run.fit(epochs=1)
+        assert run.control.status().state == "finished"
+
+    def test_a_second_optimizer(self, tmp_path):
+        own = model()
+        second = keras.optimizers.Adam()
+        guard = KerasGuard(tmp_path, model=own, state={"second": second})
+        with pytest.raises(ConfigError, match=r"state\['second'\] is not built"):
+            guard.steps(3)
+        second.build(own.trainable_variables)
+        assert len(list(guard.steps(3))) == 3
+
     def test_several_replicas(self, tmp_path):
         devices = tf.config.list_logical_devices("CPU")
         with tf.distribute.MirroredStrategy([device.name for device in devices]).scope():
@@ -576,6 +612,19 @@ class TestRefused:
     def test_a_model_without_an_optimizer(self, tmp_path):
         with pytest.raises(ConfigError, match="no optimizer"):
             KerasGuard(tmp_path, model=keras.Sequential([keras.layers.Dense(1)]))
+
+
+class Wayward(keras.Model):
+    """Keeps what is no variable of Keras."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+        self.scale = tf.Variable(1.0)
+        self.generator = tf.random.Generator.from_seed(1)
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x) * self.scale
 
 
 class Reordered(Pairs):
