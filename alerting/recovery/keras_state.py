@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import keras
-import numpy
 import tensorflow as tf
 from keras.src.random.seed_generator import global_seed_generator
 
@@ -54,7 +53,7 @@ class KerasSnapshot:
                 prefix=str(folder / TENSORS),
                 tensor_names=list(self.tensors),
                 shape_and_slices=[""] * len(self.tensors),
-                tensors=[tf.convert_to_tensor(tensor) for tensor in self.tensors.values()],
+                tensors=list(self.tensors.values()),
             )
         files = sorted(folder.glob(f"{TENSORS}.*"))
         for file in files:
@@ -123,11 +122,13 @@ class KerasState:
             detector = copied(self._detector.state_dict(), "the exporter's state")
         tensors = {f"data/{name}": tensor for name, tensor in iterator.items()}
         for group, variables in groups.items():
-            # Copied: what `numpy` gives may be the variable's own memory.
-            tensors |= {
-                f"{group}/{name}": numpy.array(variable.numpy())
-                for name, variable in variables.items()
-            }
+            # Tensors share a variable's memory until its next step, which takes other memory then.
+            # They are written as they are, where an array would be copied once more.
+            with tf.device("CPU"):
+                tensors |= {
+                    f"{group}/{name}": tf.identity(tf.convert_to_tensor(variable))
+                    for name, variable in variables.items()
+                }
         rest = {
             "framework": "Keras",
             "step": step,
@@ -252,7 +253,8 @@ def _forgotten(model: Any, optimizer: Any, extra: Iterable[Any]) -> Iterator[str
 
 def _meaning(name: str) -> str:
     """The last word of a variable's name, without the numbers that Keras gives."""
-    return (re.findall("[A-Za-z]+", name) or [""])[-1]
+    words: list[str] = re.findall("[A-Za-z]+", name)
+    return words[-1] if words else ""
 
 
 def _named(variables: Iterable[Any], seen: set[int]) -> dict[str, Any]:

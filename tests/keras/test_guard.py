@@ -19,6 +19,8 @@ from alerting.exceptions import CheckpointError, ConfigError, RecoveryHaltedErro
 from alerting.exit_codes import RESTART
 from alerting.recovery import Callback, ClipGradients, LowerLearningRate, SkipBatches
 from alerting.recovery.keras import KerasGuard
+from alerting.recovery.keras_position import KerasPosition
+from alerting.recovery.keras_state import KerasState
 from tests.keras.guarded import (
     EPOCH,
     GUARDED,
@@ -327,7 +329,7 @@ class TestResume:
         Guarded(tmp_path).fit(epochs=1)
         other = model()
         other.compile(keras.optimizers.Adadelta(), loss="mse", metrics=["mae"])
-        with pytest.raises(CheckpointError, match="accumulated_grad it has optimizer/.*momentum"):
+        with pytest.raises(CheckpointError, match=r"accumulated_grad it has optimizer/.*momentum"):
             Guarded(tmp_path, other).fit(epochs=2)
 
     def test_an_optimizer_of_the_same_family_goes_on(self, tmp_path):
@@ -433,6 +435,40 @@ class TestCheckpoints:
         manifest = read_json(tmp_path / "checkpoints" / "step-00000010-g0" / "manifest.json")
         assert manifest["data"] == {"epoch": 1, "batch": 3, "taken": 10}
         assert {"keras", "numpy"} <= manifest["versions"].keys()
+
+
+class TestSnapshot:
+    @pytest.mark.parametrize("compiled", [{}, {"jit_compile": True}, {"run_eagerly": True}])
+    @pytest.mark.parametrize("optimizer", ["sgd", "adam", "adagrad"])
+    def test_training_changes_nothing_in_it(self, compiled, optimizer):
+        """Also where the gradients are those of a few rows, which are changed in place."""
+        own = keras.Sequential(
+            [keras.Input((3,), dtype="int32"), keras.layers.Embedding(9, 4), keras.layers.Dense(1)]
+        )
+        own.compile(optimizer, loss="mse", **compiled)
+        data = numpy.array([[1, 2, 3]] * 8), numpy.ones((8, 3, 1))
+        own.fit(*data, verbose=0)
+        snapshot = snapshot_of(own)
+        saved = {name: numpy.array(tensor) for name, tensor in snapshot.tensors.items()}
+        own.fit(*data, epochs=2, verbose=0)
+        for variable in own.trainable_variables:
+            assert not numpy.array_equal(saved[f"model/{variable.path}"], variable)
+        for name, tensor in snapshot.tensors.items():
+            assert numpy.array_equal(tensor, saved[name])
+
+    def test_it_takes_no_second_copy_of_the_state_to_write_it(self, tmp_path):
+        """Measured in a process of its own, as the largest memory is told."""
+        told = subprocess.run(
+            [sys.executable, "-c", SAVE_A_LARGE_MODEL, str(tmp_path)],
+            cwd=REPOSITORY,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+            timeout=SECONDS,
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        grown, size = map(int, told.split()[-2:])
+        assert grown < 0.5 * size
 
 
 class TestRemedies:
@@ -612,6 +648,37 @@ class TestRefused:
     def test_a_model_without_an_optimizer(self, tmp_path):
         with pytest.raises(ConfigError, match="no optimizer"):
             KerasGuard(tmp_path, model=keras.Sequential([keras.layers.Dense(1)]))
+
+
+SAVE_A_LARGE_MODEL = """
+import pathlib, resource, sys
+import keras
+from alerting.recovery.ranks import Alone
+from tests.keras.test_guard import snapshot_of
+
+def largest():  # bytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+own = keras.Sequential([keras.Input((4000,)), keras.layers.Dense(8000, "relu")])
+own.compile("adam", loss="mse")
+own.optimizer.build(own.trainable_variables)
+size = sum(v.numpy().nbytes for v in own.optimizer.variables)
+before = largest()
+snapshot_of(own).write(pathlib.Path(sys.argv[1]), Alone())
+print(largest() - before, size)
+"""
+
+
+def snapshot_of(trained: keras.Model) -> Any:
+    """What a guard copies at a step boundary."""
+    state = KerasState(
+        model=trained,
+        optimizer=trained.optimizer,
+        extra={},
+        position=KerasPosition(None),
+        detector=FakeDetector(),
+    )
+    return state.capture(1, Path())
 
 
 class Wayward(keras.Model):
