@@ -22,6 +22,7 @@ from alerting.recovery.keras import KerasGuard
 from alerting.recovery.keras_position import KerasPosition
 from alerting.recovery.keras_state import KerasState
 from tests.keras.guarded import (
+    BATCH,
     EPOCH,
     GUARDED,
     SAMPLES,
@@ -339,6 +340,15 @@ class TestResume:
         run = Guarded(tmp_path, other)
         run.fit(epochs=2)
         assert run.detector.steps[0] == EPOCH
+
+    def test_data_of_another_length_are_refused(self, tmp_path):
+        x, y = samples()
+        run = Guarded(tmp_path)
+        with pytest.raises(KeyboardInterrupt):
+            run.fit(run.at(7, interrupt), data=(x, y), batch_size=BATCH)
+        longer = numpy.tile(x, (2, 1)), numpy.tile(y, (2, 1))
+        with pytest.raises(CheckpointError, match="dataset of 7 batches, and there are 13 now"):
+            Guarded(tmp_path).fit(data=longer, batch_size=BATCH)
 
     def test_a_checkpoint_that_was_altered_is_passed_over(self, tmp_path):
         Guarded(tmp_path).fit(epochs=1)
@@ -697,6 +707,10 @@ class Wayward(keras.Model):
 class Reordered(Pairs):
     def on_epoch_end(self) -> None:
         """Changes the data."""
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
 
 
 def at_first(loop: Loop, step: int, fault: int) -> bool:
