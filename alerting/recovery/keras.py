@@ -52,7 +52,7 @@ class KerasGuard:
         optimizer: its optimizer; by default the one that it was compiled with. To be given before
             a function of one's own that uses it is traced.
         state: what else to save, by name: variables, or objects with `variables`, such as a second
-            optimizer or a metric.
+            optimizer, built, or a metric.
         exporter: the detector of bad steps. Without one every request to recover is honoured, and
             when the bad steps began is told by the request's time alone.
         run: the run's name; the exporter's where there is one, else by default the folder's.
@@ -101,7 +101,7 @@ class KerasGuard:
         sample_weight: Any = None,
         shuffle: bool = True,
         seed: int = 0,
-        callbacks: Sequence[keras.callbacks.Callback] = (),
+        callbacks: Sequence[keras.callbacks.Callback] | None = None,
         **arguments: Any,
     ) -> keras.callbacks.History:
         """`model.fit`, from the newest healthy checkpoint of the run folder or from step 0.
@@ -125,8 +125,8 @@ class KerasGuard:
             What `model.fit` returns: of this process, with each epoch as it was at its last time.
 
         Raises:
-            ConfigError: the arguments do not go together with a guard, or the position in the data
-                cannot be saved.
+            ConfigError: the arguments do not go together with a guard, something that training
+                changes is not saved, or the position in the data cannot be saved.
             CheckpointError: as `TrainingGuard.steps`.
             RecoveryHaltedError: no healthy checkpoint is left, or the rollbacks are spent.
             OSError: as `TrainingGuard.steps`.
@@ -143,7 +143,7 @@ class KerasGuard:
             self._model.train_function = None
         position = KerasPosition(dataset)
         state = self._live(position)
-        return fit.run(self._guarded(position, state), state, position, callbacks)
+        return fit.run(self._guarded(position, state), state, position, callbacks or ())
 
     def steps(
         self, total_steps: int, dataset: tf.data.Dataset | None = None
@@ -162,7 +162,8 @@ class KerasGuard:
 
         Raises:
             ConfigError: `total_steps` is no positive whole number, the model was never called,
-                the dataset is empty or its position cannot be saved.
+                something that training changes is not saved, the dataset is empty or its position
+                cannot be saved.
             CheckpointError: as `TrainingGuard.steps`.
             RecoveryHaltedError: no healthy checkpoint is left, or the rollbacks are spent.
             OSError: as `TrainingGuard.steps`.
@@ -177,12 +178,13 @@ class KerasGuard:
         if dataset is not None:
             require_exact(dataset)
         build(self._model, self._optimizer)
-        return self._guarded_steps(total_steps, KerasPosition(dataset))
+        position = KerasPosition(dataset)
+        return self._guarded_steps(total_steps, position, self._live(position))
 
     def _guarded_steps(
-        self, total_steps: int, position: KerasPosition
+        self, total_steps: int, position: KerasPosition, state: KerasState
     ) -> Iterator[tuple[int, Any]]:
-        run = self._guarded(position, self._live(position))
+        run = self._guarded(position, state)
         with run.entered():
             found = run.resume()
             if found is None:

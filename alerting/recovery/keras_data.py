@@ -22,6 +22,12 @@ def as_dataset(
     Raises:
         ConfigError: it is something whose position cannot be saved.
     """
+    given = isinstance(x, tf.data.Dataset | keras.utils.PyDataset)
+    if given and (y is not None or sample_weight is not None):
+        raise ConfigError(
+            f"y and sample_weight go with arrays: a {type(x).__name__} gives them itself, in its "
+            "batches of (x, y, sample_weight)"
+        )
     if isinstance(x, tf.data.Dataset):
         require_exact(x)
         return x
@@ -104,8 +110,16 @@ def _of_py_dataset(x: Any, shuffle: bool, seed: int) -> tf.data.Dataset:
             f"{type(x).__name__}.on_epoch_end changes the data from epoch to epoch, which cannot "
             "be gone back on: leave the shuffling to fit"
         )
-    first = tf.nest.map_structure(tf.convert_to_tensor, _plain(x[0]))
+    # Two, as Keras does: an axis by which they differ is another in each batch, as of padded texts.
+    first, other = (
+        tf.nest.map_structure(tf.convert_to_tensor, _plain(x[number]))
+        for number in (0, min(1, length - 1))
+    )
     kinds = [tensor.dtype for tensor in tf.nest.flatten(first)]
+    shapes = [
+        one.shape.most_specific_compatible_shape(another.shape)
+        for one, another in zip(tf.nest.flatten(first), tf.nest.flatten(other), strict=True)
+    ]
 
     def fetched(number: Any) -> list[Any]:
         found = tf.nest.flatten(_plain(x[int(number)]))
@@ -113,8 +127,8 @@ def _of_py_dataset(x: Any, shuffle: bool, seed: int) -> tf.data.Dataset:
 
     def batch(number: Any) -> Any:
         tensors = tf.py_function(fetched, [number], kinds)
-        for tensor, example in zip(tensors, tf.nest.flatten(first), strict=True):
-            tensor.set_shape([None, *example.shape[1:]])
+        for tensor, shape in zip(tensors, shapes, strict=True):
+            tensor.set_shape([None, *shape[1:]])
         return tf.nest.pack_sequence_as(first, tensors)
 
     options = tf.data.Options()

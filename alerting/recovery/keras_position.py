@@ -114,6 +114,7 @@ class KerasPosition:
     def capture(self) -> tuple[dict[str, int], dict[str, Any]]:
         """The position: numbers, and tensors of the iterator's state."""
         numbers = {name: getattr(self, name) for name in _NUMBERS}
+        numbers["of_epoch"] = self._of_epoch
         if self._iterator is None:
             return numbers, {}
         return numbers, {"first": self._first, "now": _saved(self._iterator)}
@@ -122,11 +123,18 @@ class KerasPosition:
         """Stand where `capture` was called, once there is an iterator to follow.
 
         Raises:
-            CheckpointError: there is a dataset now and was none, or the other way round.
+            CheckpointError: there is a dataset now and was none, or the other way round, or it has
+                another length.
         """
         if bool(tensors) != (self.dataset is not None):
             raise CheckpointError(
                 "it was saved with a dataset and this run has none, or the other way round"
+            )
+        if numbers["of_epoch"] != self._of_epoch:
+            # Its iterator would go on by the old numbers, or fail in the midst of the epoch.
+            raise CheckpointError(
+                f"it was saved with a dataset of {numbers['of_epoch']} batches, and there are "
+                f"{self._of_epoch} now; give the same data, or choose another run folder"
             )
         for name in _NUMBERS:
             setattr(self, name, numbers[name])
@@ -138,6 +146,11 @@ class KerasPosition:
         """Follow an iterator of its own."""
         if self.dataset is not None and self._iterator is None:
             self.follow(iter(self.dataset))
+
+    @property
+    def _of_epoch(self) -> int:
+        """Batches of an epoch; negative where there is no end or nobody knows."""
+        return 0 if self.dataset is None else int(self.dataset.cardinality())
 
     def _draw(self) -> Any:
         if self.dataset is None:

@@ -8,13 +8,13 @@ keras-guard.npz                          the rest: see `tree`
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import keras
-import numpy
 import tensorflow as tf
 from keras.src.random.seed_generator import global_seed_generator
 
@@ -53,7 +53,7 @@ class KerasSnapshot:
                 prefix=str(folder / TENSORS),
                 tensor_names=list(self.tensors),
                 shape_and_slices=[""] * len(self.tensors),
-                tensors=[tf.convert_to_tensor(tensor) for tensor in self.tensors.values()],
+                tensors=list(self.tensors.values()),
             )
         files = sorted(folder.glob(f"{TENSORS}.*"))
         for file in files:
@@ -71,6 +71,10 @@ class KerasState:
         extra: by name, further objects with `variables`, or variables.
         position: in the data.
         detector: whose state goes along.
+
+    Raises:
+        ConfigError: some of `extra` has no variables, or something that training changes is not
+            saved.
     """
 
     def __init__(
@@ -88,6 +92,16 @@ class KerasState:
         for name, value in self._extra.items():
             if not (hasattr(value, "variables") or hasattr(value, "assign")):
                 raise ConfigError(f"state[{name!r}] is no variable and has no variables")
+            if not getattr(value, "built", True):
+                # Its variables would be missing in what is saved before its first use.
+                raise ConfigError(
+                    f"state[{name!r}] is not built: an optimizer is by build(trainable_variables)"
+                )
+        for forgotten in _forgotten(model, optimizer, self._extra.values()):
+            raise ConfigError(
+                f"{forgotten} is not among the model's variables and would not be saved: pass it "
+                "as state={...}"
+            )
         self._position = position
         self._detector = detector
         self._metrics: list[tuple[Any, Any]] = []
@@ -108,11 +122,13 @@ class KerasState:
             detector = copied(self._detector.state_dict(), "the exporter's state")
         tensors = {f"data/{name}": tensor for name, tensor in iterator.items()}
         for group, variables in groups.items():
-            # Copied: what `numpy` gives may be the variable's own memory.
-            tensors |= {
-                f"{group}/{name}": numpy.array(variable.numpy())
-                for name, variable in variables.items()
-            }
+            # Tensors share a variable's memory until its next step, which takes other memory then.
+            # They are written as they are, where an array would be copied once more.
+            with tf.device("CPU"):
+                tensors |= {
+                    f"{group}/{name}": tf.identity(tf.convert_to_tensor(variable))
+                    for name, variable in variables.items()
+                }
         rest = {
             "framework": "Keras",
             "step": step,
@@ -155,7 +171,8 @@ class KerasState:
         """Each variable with its value.
 
         By their order: names that Keras makes up count the layers of the process, and a model that
-        is built a second time has others.
+        is built a second time has others. What a variable is in its layer or optimizer must be the
+        same: Adadelta has as many of each shape as Adam, and would take its moments for its own.
         """
         groups, pairs = self._groups(), []
         for group in sorted(groups.keys() | saved.keys()):
@@ -171,6 +188,11 @@ class KerasState:
                     raise CheckpointError(
                         f"checkpoint {name} does not fit this run: {group}/{its} has the shape "
                         f"{value.shape}, and {own} here {tuple(variable.shape)}"
+                    )
+                if _meaning(own) != _meaning(its):
+                    raise CheckpointError(
+                        f"checkpoint {name} does not fit this run: in place of {own} it has "
+                        f"{group}/{its}"
                     )
                 pairs.append((variable, value))
         return pairs
@@ -209,6 +231,30 @@ def build(model: Any, optimizer: Any, dataset: tf.data.Dataset | None = None) ->
     words = random.getstate()
     global_seed_generator()
     random.setstate(words)
+
+
+def _forgotten(model: Any, optimizer: Any, extra: Iterable[Any]) -> Iterator[str]:
+    """What is kept as an attribute and changes in training, and Keras counts as no variable."""
+    known = {
+        id(optimizer),
+        *(id(part) for v in extra for part in (v, *getattr(v, "variables", []))),
+    }
+    for layer in model._flatten_layers():
+        # Keras' own have tables that do not change, and the optimizer of a loop that has another.
+        if type(layer).__module__.startswith("keras."):
+            continue
+        for name, value in vars(layer).items():
+            kept = value.state if isinstance(value, tf.random.Generator) else value
+            if name == "optimizer" or id(kept) in known:
+                continue
+            if isinstance(kept, tf.Variable | keras.optimizers.Optimizer):
+                yield f"{type(layer).__name__}.{name}"
+
+
+def _meaning(name: str) -> str:
+    """The last word of a variable's name, without the numbers that Keras gives."""
+    words: list[str] = re.findall("[A-Za-z]+", name)
+    return words[-1] if words else ""
 
 
 def _named(variables: Iterable[Any], seen: set[int]) -> dict[str, Any]:

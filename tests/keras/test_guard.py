@@ -19,7 +19,10 @@ from alerting.exceptions import CheckpointError, ConfigError, RecoveryHaltedErro
 from alerting.exit_codes import RESTART
 from alerting.recovery import Callback, ClipGradients, LowerLearningRate, SkipBatches
 from alerting.recovery.keras import KerasGuard
+from alerting.recovery.keras_position import KerasPosition
+from alerting.recovery.keras_state import KerasState
 from tests.keras.guarded import (
+    BATCH,
     EPOCH,
     GUARDED,
     SAMPLES,
@@ -160,6 +163,34 @@ class TestFit:
         assert run.detector.resets == [0, 1]
         assert same(run.model, whole.model)
 
+    def test_a_py_dataset_whose_batches_have_other_lengths(self, tmp_path):
+        class Texts(keras.utils.PyDataset):
+            def __len__(self) -> int:
+                return 4
+
+            def __getitem__(self, index: int) -> tuple[Any, Any]:
+                return numpy.full((2, 3 + index), index), numpy.ones((2, 1))
+
+        def reader() -> keras.Model:
+            keras.utils.clear_session()
+            keras.utils.set_random_seed(0)
+            tokens = keras.Input((None,), dtype="int32")
+            embedded = keras.layers.Embedding(4, 2)(tokens)
+            pooled = keras.layers.GlobalAveragePooling1D()(embedded)
+            made = keras.Model(tokens, keras.layers.Dense(1)(pooled))
+            made.compile("adam", loss="mse")
+            return made
+
+        unguarded = reader()
+        unguarded.fit(Texts(), shuffle=False, epochs=2, verbose=0)
+        run = Guarded(tmp_path, reader())
+        run.fit(data=(Texts(),), shuffle=False, epochs=2)
+        assert same(run.model, unguarded)
+
+    def test_without_callbacks_as_keras_has_it(self, tmp_path):
+        KerasGuard(tmp_path, model=model()).fit(dataset(), callbacks=None, verbose=0)
+        assert ControlDirectory(tmp_path / "control").status().state == "finished"
+
     def test_unshuffled_arrays_and_py_datasets_are_keras_own(self, tmp_path):
         x, y = samples()
         unguarded = model()
@@ -295,6 +326,30 @@ class TestResume:
         with pytest.raises(CheckpointError, match="does not fit this run"):
             Guarded(tmp_path, other).fit(epochs=2)
 
+    def test_an_optimizer_with_other_variables_of_the_same_shapes_is_refused(self, tmp_path):
+        Guarded(tmp_path).fit(epochs=1)
+        other = model()
+        other.compile(keras.optimizers.Adadelta(), loss="mse", metrics=["mae"])
+        with pytest.raises(CheckpointError, match=r"accumulated_grad it has optimizer/.*momentum"):
+            Guarded(tmp_path, other).fit(epochs=2)
+
+    def test_an_optimizer_of_the_same_family_goes_on(self, tmp_path):
+        Guarded(tmp_path).fit(epochs=1)
+        other = model()
+        other.compile(keras.optimizers.AdamW(), loss="mse", metrics=["mae"])
+        run = Guarded(tmp_path, other)
+        run.fit(epochs=2)
+        assert run.detector.steps[0] == EPOCH
+
+    def test_data_of_another_length_are_refused(self, tmp_path):
+        x, y = samples()
+        run = Guarded(tmp_path)
+        with pytest.raises(KeyboardInterrupt):
+            run.fit(run.at(7, interrupt), data=(x, y), batch_size=BATCH)
+        longer = numpy.tile(x, (2, 1)), numpy.tile(y, (2, 1))
+        with pytest.raises(CheckpointError, match="dataset of 7 batches, and there are 13 now"):
+            Guarded(tmp_path).fit(data=longer, batch_size=BATCH)
+
     def test_a_checkpoint_that_was_altered_is_passed_over(self, tmp_path):
         Guarded(tmp_path).fit(epochs=1)
         newest = names(tmp_path)[-1]
@@ -390,6 +445,40 @@ class TestCheckpoints:
         manifest = read_json(tmp_path / "checkpoints" / "step-00000010-g0" / "manifest.json")
         assert manifest["data"] == {"epoch": 1, "batch": 3, "taken": 10}
         assert {"keras", "numpy"} <= manifest["versions"].keys()
+
+
+class TestSnapshot:
+    @pytest.mark.parametrize("compiled", [{}, {"jit_compile": True}, {"run_eagerly": True}])
+    @pytest.mark.parametrize("optimizer", ["sgd", "adam", "adagrad"])
+    def test_training_changes_nothing_in_it(self, compiled, optimizer):
+        """Also where the gradients are those of a few rows, which are changed in place."""
+        own = keras.Sequential(
+            [keras.Input((3,), dtype="int32"), keras.layers.Embedding(9, 4), keras.layers.Dense(1)]
+        )
+        own.compile(optimizer, loss="mse", **compiled)
+        data = numpy.array([[1, 2, 3]] * 8), numpy.ones((8, 3, 1))
+        own.fit(*data, verbose=0)
+        snapshot = snapshot_of(own)
+        saved = {name: numpy.array(tensor) for name, tensor in snapshot.tensors.items()}
+        own.fit(*data, epochs=2, verbose=0)
+        for variable in own.trainable_variables:
+            assert not numpy.array_equal(saved[f"model/{variable.path}"], variable)
+        for name, tensor in snapshot.tensors.items():
+            assert numpy.array_equal(tensor, saved[name])
+
+    def test_it_takes_no_second_copy_of_the_state_to_write_it(self, tmp_path):
+        """Measured in a process of its own, as the largest memory is told."""
+        told = subprocess.run(
+            [sys.executable, "-c", SAVE_A_LARGE_MODEL, str(tmp_path)],
+            cwd=REPOSITORY,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+            timeout=SECONDS,
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        grown, size = map(int, told.split()[-2:])
+        assert grown < 0.5 * size
 
 
 class TestRemedies:
@@ -525,6 +614,34 @@ class TestRefused:
         with pytest.raises(ConfigError, match=words):
             guard.fit(data(), verbose=0)
 
+    @pytest.mark.parametrize("argument", ["y", "sample_weight"])
+    @pytest.mark.parametrize("data", [dataset, Pairs])
+    def test_what_would_be_ignored_beside_a_dataset(self, tmp_path, data, argument):
+        guard = KerasGuard(tmp_path, model=model(), **GUARDED)
+        with pytest.raises(ConfigError, match="gives them itself"):
+            guard.fit(data(), **{argument: numpy.ones(SAMPLES)}, verbose=0)
+
+    @pytest.mark.parametrize("kept", [lambda own: own.scale, lambda own: own.generator.state])
+    def test_what_training_changes_and_nobody_saves(self, tmp_path, kept):
+        own = Wayward()
+        own.compile("adam", loss="mse")
+        state = {"one": kept(own)}
+        with pytest.raises(ConfigError, match=r"Wayward\.\w+ is not among .* pass it as state"):
+            KerasGuard(tmp_path, model=own, state=state).fit(dataset(), verbose=0)
+        state = {"scale": own.scale, "generator": own.generator.state}
+        run = Guarded(tmp_path, own, state=state)
+        run.fit(epochs=1)
+        assert run.control.status().state == "finished"
+
+    def test_a_second_optimizer(self, tmp_path):
+        own = model()
+        second = keras.optimizers.Adam()
+        guard = KerasGuard(tmp_path, model=own, state={"second": second})
+        with pytest.raises(ConfigError, match=r"state\['second'\] is not built"):
+            guard.steps(3)
+        second.build(own.trainable_variables)
+        assert len(list(guard.steps(3))) == 3
+
     def test_several_replicas(self, tmp_path):
         devices = tf.config.list_logical_devices("CPU")
         with tf.distribute.MirroredStrategy([device.name for device in devices]).scope():
@@ -543,9 +660,57 @@ class TestRefused:
             KerasGuard(tmp_path, model=keras.Sequential([keras.layers.Dense(1)]))
 
 
+SAVE_A_LARGE_MODEL = """
+import pathlib, resource, sys
+import keras
+from alerting.recovery.ranks import Alone
+from tests.keras.test_guard import snapshot_of
+
+def largest():  # bytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+own = keras.Sequential([keras.Input((4000,)), keras.layers.Dense(8000, "relu")])
+own.compile("adam", loss="mse")
+own.optimizer.build(own.trainable_variables)
+size = sum(v.numpy().nbytes for v in own.optimizer.variables)
+before = largest()
+snapshot_of(own).write(pathlib.Path(sys.argv[1]), Alone())
+print(largest() - before, size)
+"""
+
+
+def snapshot_of(trained: keras.Model) -> Any:
+    """What a guard copies at a step boundary."""
+    state = KerasState(
+        model=trained,
+        optimizer=trained.optimizer,
+        extra={},
+        position=KerasPosition(None),
+        detector=FakeDetector(),
+    )
+    return state.capture(1, Path())
+
+
+class Wayward(keras.Model):
+    """Keeps what is no variable of Keras."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+        self.scale = tf.Variable(1.0)
+        self.generator = tf.random.Generator.from_seed(1)
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x) * self.scale
+
+
 class Reordered(Pairs):
     def on_epoch_end(self) -> None:
         """Changes the data."""
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
 
 
 def at_first(loop: Loop, step: int, fault: int) -> bool:
