@@ -131,6 +131,8 @@ class Calls:
     def _is_training(self, kwargs: dict[str, Any]) -> bool:
         if in_stateless_scope():
             return False  # only shapes are being found out
+        if self._nesting:
+            return True  # the call around it decides, also of a frozen part that it calls otherwise
         training = kwargs.get("training")
         context = global_state.get_global_attribute("current_call_ctx")
         if training is None and context is not None:
