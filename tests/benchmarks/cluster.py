@@ -79,6 +79,7 @@ class Rank:
                 faults=dict,
                 scrape_seconds=lambda: 0.004,
                 journal=None,
+                memory=dict,
             )
         )
         self._server = MetricsServer(

@@ -153,6 +153,7 @@ class Centre:
             (series["metric"]["rank"], int(value))
             for series in self.export(f'{METRIC}{{run="{RUN}"}}')
             for value in series["values"]
+            if value is not None  # where a scrape failed, Prometheus marks the series as stale
         )
 
     def last(self) -> int:

@@ -239,7 +239,9 @@ class TestCentre:
         now = round(time.time() * 1000)
         for _ in range(2):
             self.take(centre, f"sent 1 {now - 200}", f"sent 2 {now}")
-        (series,) = centre.server.wait_for(lambda: centre.export("sent"), "a sample")
+        (series,) = centre.server.wait_for(
+            lambda: [each for each in centre.export("sent") if 2 in each["values"]], "both samples"
+        )
         assert series["values"] == [1, 2]
 
 
