@@ -242,7 +242,7 @@ class TestTraining:
         found = {series.name: series for series in answer(opened(recording, "training"), "Loss")}
         before = largest(found["loss"], recording.settled, recording.fault)
         # Of the peak, since a scrape need not meet the step that had it.
-        assert largest(found["peak"], recording.fault, recording.rollback) > 3 * before
+        assert largest(found["peak"], recording.fault, recording.end) > 3 * before
         assert found["loss"].values[-1] < before * 1.2
 
     def test_the_steps_go_back_once(self, recording: Recording) -> None:
